@@ -1,0 +1,3 @@
+from fp8ctl.cli.app import main
+
+main()

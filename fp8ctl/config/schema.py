@@ -1,0 +1,360 @@
+"""All settings: one frozen, typed tree per command, with the unit in the name and a docstring under each field.
+
+Types and defaults live here and nowhere else. The YAML files of `conf/` hold only what differs, `compose.py` joins the two,
+and `checks.py` knows the rules across fields. Nothing below this module reads a dict of settings.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+
+class Settings(BaseModel):
+    """Base of every group: unknown keys are refused, values can't change after composing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+# ---------------------------------------------------------------- model
+
+
+class RopeScaling(Settings):
+    """Llama 3's frequency-dependent RoPE scaling (the field names are those of Hugging Face's `rope_type: llama3`)."""
+
+    factor: PositiveFloat
+    """How far the low frequencies are stretched."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths longer than original / low_freq_factor are stretched by the whole factor."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths shorter than original / high_freq_factor stay as they are."""
+    original_max_positions: PositiveInt
+    """Context length the model was first trained with."""
+
+
+class ModelShape(Settings):
+    """Everything that fixes a transformer's parameter names and sizes; no weights."""
+
+    family: Literal["llama", "qwen2", "qwen3"]
+    """Architecture: llama (no bias), qwen2 (bias on q, k, v), qwen3 (RMSNorm on q and k heads)."""
+    num_layers: PositiveInt
+    """Transformer blocks."""
+    hidden_size: PositiveInt
+    """D: width of the residual stream."""
+    ffn_size: PositiveInt
+    """F: width of the SwiGLU feed-forward."""
+    num_heads: PositiveInt
+    """N: query heads."""
+    num_kv_heads: PositiveInt
+    """K: key/value heads; divides num_heads."""
+    head_size: PositiveInt
+    """H: size of one head."""
+    vocab_size: PositiveInt
+    """V: rows of the embedding."""
+    max_positions: PositiveInt
+    """Longest sequence the model is made for, in tokens."""
+    rope_base: PositiveFloat = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """RoPE scaling, if any."""
+    rms_norm_eps: PositiveFloat = 1e-6
+    """Epsilon of every RMSNorm."""
+    tie_embeddings: bool = False
+    """Whether the head shares the embedding's weight."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of random initial weights."""
+
+
+class ModelConfig(Settings):
+    """Which model: a Hugging Face folder (`path`), or a shape with random weights."""
+
+    name: str = "hf"
+    """Short name used in run names and reports."""
+    path: str | None = None
+    """Hugging Face folder (config.json + safetensors + tokenizer) to start from."""
+    shape: ModelShape | None = None
+    """Shape to start from with random weights; with `path` too, the two must agree."""
+
+
+# ---------------------------------------------------------------- data
+
+
+class SourceConfig(Settings):
+    """One source of raw text or conversations."""
+
+    kind: Literal["jsonl", "parquet", "text", "python_stdlib", "reasoning_gym"] = "jsonl"
+    """jsonl, parquet and text read `paths`; python_stdlib reads the running Python's own standard library and its documentation;
+    reasoning_gym generates conversations (SFT only)."""
+    paths: tuple[str, ...] = ()
+    """Files, folders or glob patterns."""
+    text_field: str = "text"
+    """Field or column of the text (jsonl and parquet, CPT)."""
+    families: tuple[str, ...] = ()
+    """reasoning-gym families to generate."""
+    num_per_family: PositiveInt = 100
+    """Conversations per reasoning-gym family."""
+    seed: int = 1
+    """Seed of the generated conversations; evaluation uses other seeds."""
+
+
+class DataPrepConfig(Settings):
+    """Settings of `fp8ctl data prep`."""
+
+    kind: Literal["cpt", "sft"] = "cpt"
+    """cpt: documents to tokens. sft: conversations to tokens and a mask of trained tokens."""
+    out: str | None = None
+    """Folder of the data set to write."""
+    tokenizer: str | None = None
+    """Folder with tokenizer.json (and, for SFT, the chat template)."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Where the text comes from, in order."""
+    append_eos: bool = True
+    """End each document with the tokenizer's end-of-text token (CPT)."""
+    chat_template: str | None = None
+    """Name of a template in templates/chat or a path; default: the tokenizer's own (SFT)."""
+    system_prompt: str | None = None
+    """System message put in front of conversations that have none (SFT)."""
+    max_tokens: PositiveInt | None = None
+    """SFT conversations longer than this are dropped and counted; CPT documents are never cut."""
+    validation_share: float = Field(default=0.005, ge=0.0, lt=0.5)
+    """Share of documents held out for validation, chosen by document hash."""
+    shard_tokens: PositiveInt = 268_435_456
+    """Tokens per shard."""
+    num_workers: PositiveInt = 1
+    """Processes that tokenize; the result does not depend on it."""
+    max_bad_rate: float = Field(default=0.001, ge=0.0, le=1.0)
+    """Largest share of unreadable rows before the command fails; bad rows are listed in quarantine.jsonl."""
+
+
+class DataConfig(Settings):
+    """What a training run reads."""
+
+    path: str | None = None
+    """Data set folder written by `fp8ctl data prep`."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """stream: documents follow each other and are cut at row ends (CPT). best_fit: whole samples share rows (SFT)."""
+
+
+# ---------------------------------------------------------------- precision
+
+
+class RecipeConfig(Settings):
+    """Number formats of the three GEMMs of one linear layer."""
+
+    name: str = "infir2"
+    """Name shown in plans and reports."""
+    granularity: Literal["tile_block"] = "tile_block"
+    """tile_block: 1x128 tiles for activations and output gradients, 128x128 blocks for weights."""
+    scale: Literal["pow2", "fp32"] = "pow2"
+    """pow2: scales rounded to a power of two. fp32: exact amax/448."""
+    grad_format: Literal["e4m3", "e5m2"] = "e4m3"
+    """Format of output gradients."""
+    wgrad: Literal["fp8", "bf16"] = "fp8"
+    """Precision of the weight-gradient GEMM."""
+
+
+class PrecisionRule(Settings):
+    """One ordered rule of the plan: the last rule that matches a linear decides."""
+
+    match: str
+    """Whole-name glob over module names, e.g. `model.layers.0.*` or `*.down_proj`."""
+    precision: Literal["fp8", "bf16"]
+    """What the matching linears run in."""
+    reason: str
+    """Why; printed and saved with the plan."""
+
+
+class PrecisionConfig(Settings):
+    """Which linear runs in what."""
+
+    default: Literal["fp8", "bf16"] = "bf16"
+    """Precision of every linear inside the blocks; embedding and norms are never FP8."""
+    recipe: RecipeConfig = RecipeConfig()
+    """Number formats where FP8 is used."""
+    head: Literal["fp8", "bf16"] = "bf16"
+    """Precision of the output head (FP8 only when it is not tied to the embedding)."""
+    rules: tuple[PrecisionRule, ...] = ()
+    """Exceptions, in order; a rule that matches nothing is an error."""
+    backend: Literal["auto", "reference"] = "auto"
+    """What executes FP8 GEMMs. auto: the best that runs here, printed and stored with its reason."""
+    require_fp8: bool = False
+    """Fail when less ran in FP8 than the plan says."""
+
+
+# ---------------------------------------------------------------- training
+
+
+class OptimConfig(Settings):
+    """AdamW with FP32 master weights and states."""
+
+    peak_lr: PositiveFloat = 1e-4
+    """Highest learning rate."""
+    min_lr: float = Field(default=1e-5, ge=0.0)
+    """Learning rate at the end of the schedule."""
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = Field(default=0.1, ge=0.0)
+    """Decoupled weight decay; not applied to norms and biases."""
+    clip_grad_norm: float = Field(default=1.0, ge=0.0)
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+class ScheduleConfig(Settings):
+    """Learning rate over steps."""
+
+    kind: Literal["wsd", "cosine", "constant"] = "wsd"
+    """wsd: warm up, stay, cosine decay over the last decay_steps. cosine: warm up, then cosine to min_lr."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Length of the final decay (wsd only)."""
+
+
+class BatchConfig(Settings):
+    """Batch arithmetic, in packed rows of seq_len_tokens tokens."""
+
+    seq_len_tokens: PositiveInt = 4096
+    """Tokens per packed row."""
+    micro_batch_rows: PositiveInt = 1
+    """Rows that one rank runs in one forward-backward."""
+    global_batch_rows: PositiveInt = 1
+    """Rows per optimizer step over all ranks; gradient accumulation follows from it."""
+
+
+class EngineConfig(Settings):
+    """How DeepSpeed runs the model."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What DeepSpeed shards: 1 optimizer states, 2 gradients too, 3 weights too; 0 nothing."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Dtype of weights and activations outside FP8; master weights are FP32 either way."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU where there is one."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of storing its activations."""
+
+
+class LaunchConfig(Settings):
+    """How ranks are started on this node."""
+
+    num_ranks: PositiveInt = 1
+    """Ranks on this node."""
+    threads_per_rank: PositiveInt = 1
+    """CPU threads of each rank (OMP_NUM_THREADS)."""
+    collective_timeout_s: PositiveInt = 1800
+    """Longest wait in a collective operation."""
+    grace_s: PositiveInt = 600
+    """After a stop signal: how long the ranks may take for their checkpoint before they are killed."""
+
+
+class MonitorConfig(Settings):
+    """What is watched."""
+
+    policy: Literal["off", "observe"] = "observe"
+    """off: nothing. observe: statistics are recorded and judged, nothing is changed."""
+    layer_stats_every_steps: PositiveInt = 10
+    """Steps between two rows of per-layer quantisation statistics in layers.parquet."""
+
+
+class TrackConfig(Settings):
+    """Where metrics go besides the run folder."""
+
+    mlflow: bool = False
+    """Feed the metrics to MLflow too; its failure never stops a run."""
+    mlflow_uri: str | None = None
+    """MLflow store; default: mlflow.db (SQLite) beside the run folders."""
+    experiment: str = "fp8ctl"
+    """MLflow experiment."""
+
+
+class LoopConfig(Settings):
+    """Length and rhythm of the run."""
+
+    num_steps: PositiveInt = 1000
+    """Optimizer steps."""
+    log_every_steps: PositiveInt = 1
+    """Steps between two progress lines (metrics.jsonl has every step)."""
+    save_every_steps: PositiveInt = 500
+    """Steps between two checkpoints; the last step is always saved."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints kept."""
+    validate_every_steps: int = Field(default=0, ge=0)
+    """Steps between two validation losses; 0: only at the end. Without a validation split there are none."""
+    validation_rows: int = Field(default=16, ge=0)
+    """Rows of the validation split to use; 0 turns validation off."""
+
+
+class TrainConfig(Settings):
+    """Settings of `fp8ctl train cpt` and `fp8ctl train sft`."""
+
+    stage: Literal["cpt", "sft"] = "cpt"
+    """Continual pre-training or supervised fine-tuning."""
+    name: str | None = None
+    """Name of the run; default: stage, model and recipe."""
+    run_dir: str | None = None
+    """Run folder; default: runs/<time>-<name>."""
+    seed: int = 1236
+    """Seed of data order and of random weights."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    batch: BatchConfig = BatchConfig()
+    engine: EngineConfig = EngineConfig()
+    launch: LaunchConfig = LaunchConfig()
+    loop: LoopConfig = LoopConfig()
+    track: TrackConfig = TrackConfig()
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+class SuiteConfig(Settings):
+    """Questions and sampling protocol."""
+
+    name: str = "smoke"
+    """Name of the suite."""
+    families: tuple[str, ...] = ()
+    """reasoning-gym families."""
+    num_questions: PositiveInt = 5
+    """Questions per family."""
+    seed: int = 90_001
+    """Seed of the questions; must differ from every seed trained on."""
+    num_samples: PositiveInt = 1
+    """Answers per question."""
+    max_new_tokens: PositiveInt = 256
+    """Budget of one answer."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """0: greedy."""
+    top_p: float = Field(default=0.95, gt=0.0, le=1.0)
+    """Nucleus; unused when greedy."""
+    system_prompt: str | None = None
+    """System message; default: the same instruction that SFT data from reasoning-gym uses."""
+
+
+class EvalConfig(Settings):
+    """Settings of `fp8ctl eval`."""
+
+    model: str | None = None
+    """A run folder, a checkpoint folder or a Hugging Face folder."""
+    name: str | None = None
+    """Name of the result; default: suite and precision."""
+    out: str | None = None
+    """Folder of the results; default: eval/ inside the run, or eval-<name> here."""
+    suite: SuiteConfig = SuiteConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    batch_size: PositiveInt = 16
+    """Answers generated at once; the results do not depend on it in FP32."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Dtype of weights and activations outside FP8."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU where there is one."""
+    seed: int = 1236
+    """Seed of sampling; each (question, sample) has its own stream."""
