@@ -47,17 +47,20 @@ def compose(command: str, overrides: Sequence[str] = ()) -> Any:
 
     schema = COMMANDS[command]
     _check_names(command, schema, overrides)
+    in_lists = [o for o in overrides if _inside_list(o.split("=", 1)[0], dotted_names(schema))]
     # Tuples become lists: OmegaConf knows no tuples.
     ConfigStore.instance().store(name=f"{command}_schema", node=OmegaConf.create(schema().model_dump(mode="json")))
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            tree = hydra_compose(config_name=command, overrides=list(overrides))
+            tree = hydra_compose(config_name=command, overrides=[o for o in overrides if o not in in_lists])
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError(_first_lines(e), "see `fp8ctl COMMAND --help` and the files of conf/ for what can be set") from None
     finally:
         GlobalHydra.instance().clear()
+    for override in in_lists:
+        _set_in_list(plain, override)
     return validate(schema, plain)
 
 
@@ -147,7 +150,9 @@ def _check_names(command: str, schema: type[Settings], overrides: Sequence[str])
             problems.append(Problem(repr(text), f"not an override: {_first_lines(e)}", "write name=value, for example optim.peak_lr=1e-4"))
             continue
         name = override.key_or_group
-        if override.is_sweep_override():
+        if not name:
+            problems.append(Problem(repr(text), "not an override", "write name=value, for example optim.peak_lr=1e-4"))
+        elif override.is_sweep_override():
             problems.append(Problem(name, "sweeps are not supported here", "give one value, or start one command per value"))
         elif name in choices:
             if override.value() not in choices[name] and not isinstance(override.value(), dict):
@@ -163,6 +168,22 @@ def _inside_list(name: str, known: list[str]) -> bool:
     # sources.0.paths: an element of a list; pydantic judges what is below it
     parts = name.split(".")
     return any(part.isdigit() and ".".join(parts[:i]) in known for i, part in enumerate(parts))
+
+
+def _set_in_list(plain: Any, text: str) -> None:
+    """Applies `sources.0.paths=[a]` to composed plain data: Hydra itself can't address elements of lists."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    override = OverridesParser.create().parse_override(text)
+    *parents, leaf = override.key_or_group.split(".")
+    node = plain
+    for part in parents:
+        try:
+            node = node[int(part)] if part.isdigit() else node[part]
+        except IndexError:
+            hint = f"the list has {len(node)} elements, counted from 0; choose a source= that has some, or set the whole list"
+            raise ConfigError(f"{override.key_or_group}: no element {part}", hint) from None
+    node[leaf] = override.value()
 
 
 def _first_lines(error: Exception) -> str:

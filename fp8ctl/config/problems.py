@@ -34,10 +34,12 @@ def raise_problems(problems: list[Problem], *, what: str = "settings") -> None:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name closest to `name`, or None when nothing is close."""
     known = list(known)
+    by_leaf = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf in by_leaf:  # the right leaf under a wrong parent: `schedule.peak_lr` for `optim.peak_lr`
+        return by_leaf[leaf]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not close:  # the right leaf under a wrong parent: `lr.peak_lr` for `optim.peak_lr`
-        leaf = name.rsplit(".", 1)[-1]
-        by_leaf = {k.rsplit(".", 1)[-1]: k for k in known}
-        found = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.75)
-        return by_leaf[found[0]] if found else None
-    return close[0]
+    if close:
+        return close[0]
+    close = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.75)
+    return by_leaf[close[0]] if close else None

@@ -27,9 +27,9 @@ class PhaseTimer:
         self._spans, self._seconds, self._started = [], {}, time.perf_counter()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Times the body under `name`; phases of the same name add up."""
-        if self._cuda:
+    def phase(self, name: str, *, on_host: bool = False) -> Iterator[None]:
+        """Times the body under `name`; phases of the same name add up. `on_host`: the body has no device work."""
+        if self._cuda and not on_host:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield

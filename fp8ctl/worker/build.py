@@ -1,0 +1,120 @@
+"""Builds what a rank works with from the resolved settings: model, plan, data, engine, monitor."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fp8ctl.config.schema import ModelShape, TrainConfig
+from fp8ctl.data.loader import Loader, PackedBatch
+from fp8ctl.data.manifest import Manifest
+from fp8ctl.engine.dist import Dist
+from fp8ctl.errors import DataError, ModelError
+from fp8ctl.fp8.backend import Backend, choose_backend
+from fp8ctl.model.hf import load_hf, read_shape
+from fp8ctl.model.transformer import Transformer
+from fp8ctl.precision.apply import apply_plan
+from fp8ctl.precision.plan import PrecisionPlan, make_plan
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model whose linears are ready to run in what the plan says."""
+
+    model: Transformer
+    shape: ModelShape
+    plan: PrecisionPlan
+    backend: Backend
+
+
+def model_shape(config: TrainConfig) -> ModelShape:
+    """The shape of the folder, which must agree with a shape in the settings.
+
+    Raises:
+        ModelError: the two differ; the first differing sizes are named.
+    """
+    if config.model.path is None:
+        assert config.model.shape is not None, "checks.check_train asks for one of the two"
+        return config.model.shape
+    shape = read_shape(Path(config.model.path))
+    if config.model.shape is not None:
+        wanted, found = config.model.shape.model_dump(), shape.model_dump()
+        ignored = ("init_std", "max_positions")  # neither changes what the weights compute
+        differing = [f"{k} {found[k]} (settings: {wanted[k]})" for k in wanted if k not in ignored and wanted[k] != found[k]]
+        if differing:
+            raise ModelError(
+                f"model.path is not a {config.model.name}: {', '.join(differing[:3])}", "drop model=..., the folder knows its own shape"
+            )
+    return shape
+
+
+def build_model(config: TrainConfig, device: torch.device) -> PlannedModel:
+    """Weights from the folder, or random ones from the seed; linears swapped once, before the engine wraps them."""
+    shape, dtype = model_shape(config), DTYPES[config.engine.dtype]
+    torch.manual_seed(config.seed)
+    if config.model.path is not None:
+        model = load_hf(Path(config.model.path), dtype=dtype, device=device)
+    else:
+        model = Transformer(shape).to(device=device, dtype=dtype)
+    model.activation_checkpointing = config.engine.activation_checkpointing
+    backend = choose_backend(config.precision.backend)
+    plan = make_plan(model, config.precision)
+    apply_plan(model, plan, config.precision)
+    return PlannedModel(model, shape, plan, backend)
+
+
+def build_data(config: TrainConfig, shape: ModelShape, dist: Dist) -> tuple[Loader, list[PackedBatch]]:
+    """The rank's training loader and its share of the validation rows.
+
+    Raises:
+        DataError: the data set is of the other stage, or holds tokens that the model's embedding lacks.
+    """
+    assert config.data.path is not None, "checks.check_train asks for it"
+    path = Path(config.data.path)
+    check_data(Manifest.read(path), config, shape)
+    loader = Loader(path, data=config.data, batch=config.batch, seed=config.seed, rank=dist.rank, world_size=dist.world_size)
+    if not config.loop.validation_rows or not Manifest.read(path).has_split("validation"):
+        return loader, []
+    held_out = Loader(
+        path, data=config.data, batch=config.batch, seed=config.seed, rank=dist.rank, world_size=dist.world_size, split="validation"
+    )
+    return loader, held_out.fixed_batches(config.loop.validation_rows)
+
+
+def check_data(manifest: Manifest, config: TrainConfig, shape: ModelShape) -> None:
+    """Refuses data that this run can't be meant for, before anything is built."""
+    if manifest.kind != config.stage:
+        raise DataError(f"{config.data.path} was prepared for {manifest.kind}, this run is {config.stage}", f"run `fp8ctl train {manifest.kind}`")
+    if manifest.max_token_id >= shape.vocab_size:
+        raise DataError(
+            f"{config.data.path} holds token {manifest.max_token_id:,}, the model's vocabulary has {shape.vocab_size:,}",
+            "prepare the data with the tokenizer of this model",
+        )
+    if config.batch.seq_len_tokens > shape.max_positions:
+        raise DataError(
+            f"rows of {config.batch.seq_len_tokens:,} tokens are longer than the model's {shape.max_positions:,} positions",
+            f"set batch.seq_len_tokens={shape.max_positions} or less",
+        )
+
+
+def random_state() -> dict[str, object]:
+    """This rank's random number generators; part of its share of a checkpoint."""
+    state: dict[str, object] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, object]) -> None:
+    """Inverse of `random_state`."""
+    torch.set_rng_state(state["torch"])  # type: ignore[arg-type]
+    random.setstate(state["python"])  # type: ignore[arg-type]
+    np.random.set_state(state["numpy"])  # type: ignore[arg-type]
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])  # type: ignore[arg-type]
