@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -16,7 +18,7 @@ from fp8ctl.data.reasoning_gym import (
 )
 from fp8ctl.errors import ConfigError, DataError, MissingPackageError
 
-JUNK = [
+JUNK = ["", " ", "junk", "-", "nan", "inf", "-1e999999999", "1/0", "$\\frac{1}{0}$", "[", "None", "\x00", ", , ,", "a" * 5000]
     "",
     " ",
     "junk",
@@ -58,6 +60,18 @@ def test_known_question() -> None:
     )
     asked = question("spell_backward", 1, 3)
     assert asked.answer == asked.question.rsplit(" ", 1)[1][::-1]
+
+
+def test_same_questions_in_every_process() -> None:
+    code = (
+        "from fp8ctl.data.reasoning_gym import *\n"
+        "print([a.question + a.answer for f in FAMILIES for a in iter_questions(f, 5, 3)])"
+    )
+    outputs = {
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, stdout=-1, check=True).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
 
 
 def test_training_and_evaluation_never_share_a_question() -> None:
