@@ -36,9 +36,10 @@ FAMILIES: tuple[str, ...] = (
     "spell_backward",
     "word_sequence_reversal",
 )
-"""Fast families, the same in every process, whose own answers score 1 and whose scorers neither raise on junk nor like it.
+"""Fast families, the same in every process; their own answers score 1, junk scores 0 and never makes a scorer raise.
 
-Left out on purpose: `isomorphic_strings` and `ransom_note` depend on Python's hash seed; `gcd` and `syllogism` reward junk."""
+Left out on purpose: isomorphic_strings and ransom_note depend on Python's hash seed; gcd and syllogism reward junk.
+"""
 
 _HELD_OUT_ONE_IN = 8
 _LONGEST_ANSWER_CHARS = 1000
@@ -79,8 +80,8 @@ def iter_questions(family: str, num: int, seed: int, *, held_out: bool = True) -
     """`num` different questions of one family, in a fixed order.
 
     Args:
-        held_out: True (evaluation) gives only the eighth of all question texts that training never sees; False (training)
-            the other seven eighths.
+        held_out: True (evaluation) gives only the eighth of all question texts that training never sees; False
+            (training) the other seven eighths.
 
     Raises:
         ConfigError, MissingPackageError: see `question`.

@@ -18,24 +18,7 @@ from fp8ctl.data.reasoning_gym import (
 )
 from fp8ctl.errors import ConfigError, DataError, MissingPackageError
 
-JUNK = ["", " ", "junk", "-", "nan", "inf", "-1e999999999", "1/0", "$\\frac{1}{0}$", "[", "None", "\x00", ", , ,", "a" * 5000]
-    "",
-    " ",
-    "junk",
-    "-",
-    "nan",
-    "inf",
-    "-1e999999999",
-    "1/0",
-    "$\\frac{1}{0}$",
-    "[",
-    "None",
-    "\x00",
-    "9" * 900,
-    "\u6f22",
-    "a" * 5000,
-    ", , ,",
-]
+JUNK = ["", " ", "junk", "-", "nan", "inf", "-1e999999999", "1/0", "$\\frac{1}{0}$", "[", "\x00", ", , ,", "a" * 5000]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,7 +51,7 @@ def test_same_questions_in_every_process() -> None:
         "print([a.question + a.answer for f in FAMILIES for a in iter_questions(f, 5, 3)])"
     )
     outputs = {
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, stdout=-1, check=True).stdout
+        subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed})
         for seed in ("1", "2")
     }
     assert len(outputs) == 1
