@@ -100,6 +100,29 @@ def load(schema: type[Settings], path: Path) -> Any:
     return validate(schema, plain)
 
 
+def change(settings: Any, overrides: Sequence[str]) -> Any:
+    """Applies value overrides to settings that are resolved already; groups can't be chosen again.
+
+    Raises:
+        ConfigError: unknown or wrongly typed settings, or a group choice.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    schema = type(settings)
+    command = next(name for name, kind in COMMANDS.items() if kind is schema)
+    _check_names(command, schema, overrides)
+    tree, problems = OmegaConf.create(settings.model_dump(mode="json")), []
+    for text in overrides:
+        override = OverridesParser.create().parse_override(text)
+        if override.key_or_group in groups():
+            problems.append(Problem(override.key_or_group, "groups can't be chosen again in a stored run", "set the single values"))
+        else:
+            OmegaConf.update(tree, override.key_or_group, override.value())
+    raise_problems(problems)
+    return validate(schema, OmegaConf.to_container(tree))
+
+
 def dump(settings: Settings) -> str:
     """Settings as YAML, every value written out."""
     import yaml

@@ -1,16 +1,48 @@
-"""Makes run folders: a name, settings written once, nothing overwritten."""
+"""Run folders: where settings come from, what is written once, what may change when a run is continued."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from fp8ctl.config.compose import dump
+from fp8ctl.config.checks import check_train
+from fp8ctl.config.compose import change, compose, dump, load
 from fp8ctl.config.schema import TrainConfig
-from fp8ctl.errors import ConfigError
+from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.paths import RunPaths
+from fp8ctl.track.checkpoints import complete_checkpoints
 
 RUNS_ROOT = Path("runs")
+_CHANGEABLE_ON_RESUME = ("loop.", "monitor.", "track.", "launch.threads_per_rank", "launch.grace_s", "launch.collective_timeout_s", "precision.require_fp8")
+
+
+def settings_for(command: str, overrides: Sequence[str], *, run_dir: Path | None, resume: bool, require_fp8: bool) -> TrainConfig:
+    """Settings of a new run, of a run folder that holds only its config.yaml, or of a run to continue.
+
+    Raises:
+        ConfigError: settings that don't exist or don't fit, a resume without a run, or one that changes the run's identity.
+    """
+    stored = RunPaths(run_dir).config if run_dir else None
+    overrides = [*overrides, "precision.require_fp8=true"] if require_fp8 else list(overrides)
+    if resume:
+        if stored is None:
+            raise ConfigError("--resume needs the run to continue", "add --run-dir FOLDER")
+        if not stored.exists():
+            raise ConfigError(f"nothing to resume: no run in {run_dir}", "give the folder that `fp8ctl train` printed")
+        _refuse_new_identity(overrides)
+        config = change(load(TrainConfig, stored), overrides)
+    elif stored is not None and stored.exists():
+        config = change(load(TrainConfig, stored), overrides)
+    else:
+        config = compose(command, overrides)
+    if config.stage != command.removeprefix("train_"):
+        raise ConfigError(f"{run_dir} holds a run of stage {config.stage}", f"use `fp8ctl train {config.stage}`")
+    if run_dir:
+        config = config.model_copy(update={"run_dir": str(run_dir)})
+    check_train(config)
+    _check_inputs(config)
+    return config
 
 
 def run_name(config: TrainConfig) -> str:
@@ -23,12 +55,12 @@ def create_run_folder(config: TrainConfig) -> tuple[TrainConfig, RunPaths]:
     """Makes the run folder and writes `config.yaml` (absolute paths, so that it means the same from anywhere).
 
     Raises:
-        ConfigError: the folder holds a run already.
+        ConfigError: the folder holds a run that has started already.
     """
     name = run_name(config)
     folder = Path(config.run_dir) if config.run_dir else RUNS_ROOT / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     paths = RunPaths(folder.resolve())
-    if paths.config.exists() or paths.metrics.exists():
+    if paths.status.exists() or paths.metrics.exists():
         raise ConfigError(f"there is a run in {folder} already", f"continue it with --resume --run-dir {folder}, or choose another folder")
     resolved = config.model_copy(
         update={
@@ -38,14 +70,43 @@ def create_run_folder(config: TrainConfig) -> tuple[TrainConfig, RunPaths]:
             "data": config.data.model_copy(update={"path": _absolute(config.data.path)}),
         }
     )
-    write_config(resolved, paths)
+    _write_config(resolved, paths)
     return resolved, paths
 
 
-def write_config(config: TrainConfig, paths: RunPaths) -> None:
-    """Writes the resolved settings that every rank reads."""
+def resume_run(config: TrainConfig) -> tuple[RunPaths, Path]:
+    """The run's folder and its newest complete checkpoint; settings changed on the command line are written.
+
+    Raises:
+        CheckpointError: the run has no complete checkpoint.
+    """
+    assert config.run_dir is not None, "settings_for asks for it"
+    paths = RunPaths(Path(config.run_dir).resolve())
+    checkpoints = complete_checkpoints(paths)
+    if not checkpoints:
+        raise CheckpointError(f"nothing to resume: no complete checkpoint in {paths.checkpoints}", "start the run anew in another folder")
+    _write_config(config.model_copy(update={"run_dir": str(paths.root)}), paths)
+    return paths, checkpoints[-1]
+
+
+def _write_config(config: TrainConfig, paths: RunPaths) -> None:
     paths.logs.mkdir(parents=True, exist_ok=True)
     paths.config.write_text(dump(config), encoding="utf-8")
+
+
+def _refuse_new_identity(overrides: Sequence[str]) -> None:
+    names = [o.split("=", 1)[0].lstrip("+~") for o in overrides]
+    fixed = [n for n in names if not n.startswith(_CHANGEABLE_ON_RESUME)]
+    if fixed:
+        raise ConfigError(
+            f"{', '.join(fixed)} can't change when a run is resumed", "only loop, monitor and track settings can; start a new run for the rest"
+        )
+
+
+def _check_inputs(config: TrainConfig) -> None:
+    if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
+        where = "has no config.json" if Path(config.model.path).exists() else "does not exist"
+        raise ModelError(f"model.path={config.model.path} {where}", "give a Hugging Face folder, or make one with `fp8ctl model import`")
 
 
 def _absolute(path: str | None) -> str | None:

@@ -1,0 +1,60 @@
+"""fp8ctl train ..."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8ctl.cli.console import say, stderr, stdout
+from fp8ctl.cli.options import DryRun, Overrides, RunDir
+
+app = typer.Typer(help="Train: continual pre-training and supervised fine-tuning.", no_args_is_help=True)
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir from its newest complete checkpoint.")]
+RequireFp8 = Annotated[bool, typer.Option("--require-fp8", help="Fail when less ran in FP8 than the plan says.")]
+
+
+@app.command()
+def cpt(
+    overrides: Overrides = None, run_dir: RunDir = None, dry_run: DryRun = False, resume: Resume = False, require_fp8: RequireFp8 = False
+) -> None:
+    """Continual pre-training: fp8ctl train cpt model.path=FOLDER data.path=FOLDER precision=infir2."""
+    _train("train_cpt", overrides or [], run_dir, dry_run, resume, require_fp8)
+
+
+@app.command()
+def sft(
+    overrides: Overrides = None, run_dir: RunDir = None, dry_run: DryRun = False, resume: Resume = False, require_fp8: RequireFp8 = False
+) -> None:
+    """Supervised fine-tuning: fp8ctl train sft model.path=FOLDER data.path=FOLDER precision=infir2."""
+    _train("train_sft", overrides or [], run_dir, dry_run, resume, require_fp8)
+
+
+def _train(command: str, overrides: list[str], run_dir: Path | None, dry_run: bool, resume: bool, require_fp8: bool) -> None:
+    from fp8ctl.launch.dry_run import describe_run
+    from fp8ctl.launch.job import run_job
+    from fp8ctl.launch.progress import TrainProgress
+    from fp8ctl.launch.run_folder import create_run_folder, resume_run, settings_for
+
+    config = settings_for(command, overrides, run_dir=run_dir, resume=resume, require_fp8=require_fp8)
+    if dry_run:
+        stdout().print(describe_run(config))
+        return
+    if resume:
+        paths, checkpoint = resume_run(config)
+    else:
+        config, paths = create_run_folder(config)
+        checkpoint = None
+    say(f"run folder: {_shown(paths.root)}")
+    with TrainProgress(config, paths, stderr()) as progress:
+        code = run_job(config, paths, resume_from=checkpoint, on_poll=progress.poll)
+    if code:
+        say(f"stopped by a signal; continue with: fp8ctl train {config.stage} --resume --run-dir {_shown(paths.root)}")
+        raise typer.Exit(code)
+    say(f"finished; see it with: fp8ctl report {_shown(paths.root)}")
+
+
+def _shown(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,0 +1,49 @@
+"""What a run would do, without starting it: `fp8ctl train ... --dry-run`."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from fp8ctl.config.schema import TrainConfig
+
+
+def describe_run(config: TrainConfig) -> RenderableType:
+    """Model, batch arithmetic, data, plan and DeepSpeed settings of a run. Needs torch; loads no weights."""
+    import json
+
+    import torch
+
+    from fp8ctl.data.loader import Loader
+    from fp8ctl.data.manifest import Manifest
+    from fp8ctl.engine.ds_config import deepspeed_config, grad_accum_steps
+    from fp8ctl.fp8.backend import choose_backend
+    from fp8ctl.model.shapes import count_parameters
+    from fp8ctl.model.transformer import Transformer
+    from fp8ctl.precision.plan import make_plan
+    from fp8ctl.worker.build import check_data, model_shape
+
+    shape = model_shape(config)
+    assert config.data.path is not None, "check_train asks for it"
+    check_data(Manifest.read(config.data.path), config, shape)
+    loader = Loader(config.data.path, data=config.data, batch=config.batch, seed=config.seed, rank=0, world_size=config.launch.num_ranks)
+    with torch.device("meta"):
+        plan = make_plan(Transformer(shape), config.precision)
+    backend = choose_backend(config.precision.backend)
+    batch, accum = config.batch, grad_accum_steps(config.batch, config.launch.num_ranks)
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("model", f"{config.model.name}, {shape.family}, {count_parameters(shape):,} parameters")
+    table.add_row("weights", config.model.path or f"random, seed {config.seed}")
+    table.add_row(
+        "batch",
+        f"{batch.global_batch_rows} rows x {batch.seq_len_tokens:,} tokens = {batch.micro_batch_rows} rows x {config.launch.num_ranks} ranks"
+        f" x {accum} accumulation steps",
+    )
+    table.add_row("length", f"{config.loop.num_steps:,} steps, {config.loop.num_steps * batch.global_batch_rows * batch.seq_len_tokens:,} positions")
+    for name, value in loader.describe().items():
+        table.add_row(f"data: {name.replace('_', ' ')}", f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value))
+    table.add_row("precision", plan.summary())
+    table.add_row("backend", f"{backend.name}: {backend.reason}")
+    table.add_row("deepspeed", json.dumps(deepspeed_config(config, world_size=config.launch.num_ranks)))
+    return Group(table, plan.table())
