@@ -11,7 +11,7 @@ from fp8ctl.config.compose import change, compose, dump, load
 from fp8ctl.config.schema import TrainConfig
 from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.paths import RunPaths
-from fp8ctl.track.checkpoints import complete_checkpoints
+from fp8ctl.track.checkpoints import complete_checkpoints, find_weights
 
 RUNS_ROOT = Path("runs")
 _CHANGEABLE_ON_RESUME = ("loop.", "monitor.", "track.", "launch.threads_per_rank", "launch.grace_s", "launch.collective_timeout_s", "precision.require_fp8")
@@ -33,6 +33,7 @@ def settings_for(command: str, overrides: Sequence[str], *, run_dir: Path | None
         _refuse_new_identity(overrides)
         config = change(load(TrainConfig, stored), overrides)
     elif stored is not None and stored.exists():
+        _refuse_started(RunPaths(stored.parent))
         config = change(load(TrainConfig, stored), overrides)
     else:
         config = compose(command, overrides)
@@ -40,8 +41,9 @@ def settings_for(command: str, overrides: Sequence[str], *, run_dir: Path | None
         raise ConfigError(f"{run_dir} holds a run of stage {config.stage}", f"use `fp8ctl train {config.stage}`")
     if run_dir:
         config = config.model_copy(update={"run_dir": str(run_dir)})
+    if config.model.path is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(_weights(Path(config.model.path)))})})
     check_train(config)
-    _check_inputs(config)
     return config
 
 
@@ -60,14 +62,12 @@ def create_run_folder(config: TrainConfig) -> tuple[TrainConfig, RunPaths]:
     name = run_name(config)
     folder = Path(config.run_dir) if config.run_dir else RUNS_ROOT / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     paths = RunPaths(folder.resolve())
-    if paths.status.exists() or paths.metrics.exists():
-        raise ConfigError(f"there is a run in {folder} already", f"continue it with --resume --run-dir {folder}, or choose another folder")
+    _refuse_started(paths)
     resolved = config.model_copy(
         update={
             "name": name,
             "run_dir": str(paths.root),
-            "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
-            "data": config.data.model_copy(update={"path": _absolute(config.data.path)}),
+            "data": config.data.model_copy(update={"path": str(Path(config.data.path or "").resolve())}),
         }
     )
     _write_config(resolved, paths)
@@ -89,6 +89,12 @@ def resume_run(config: TrainConfig) -> tuple[RunPaths, Path]:
     return paths, checkpoints[-1]
 
 
+def _refuse_started(paths: RunPaths) -> None:
+    if paths.status.exists() or paths.metrics.exists():
+        hint = f"continue it with --resume --run-dir {paths.root}, or choose another folder"
+        raise ConfigError(f"there is a run in {paths.root} already", hint)
+
+
 def _write_config(config: TrainConfig, paths: RunPaths) -> None:
     paths.logs.mkdir(parents=True, exist_ok=True)
     paths.config.write_text(dump(config), encoding="utf-8")
@@ -103,11 +109,9 @@ def _refuse_new_identity(overrides: Sequence[str]) -> None:
         )
 
 
-def _check_inputs(config: TrainConfig) -> None:
-    if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
-        where = "has no config.json" if Path(config.model.path).exists() else "does not exist"
-        raise ModelError(f"model.path={config.model.path} {where}", "give a Hugging Face folder, or make one with `fp8ctl model import`")
-
-
-def _absolute(path: str | None) -> str | None:
-    return str(Path(path).resolve()) if path else None
+def _weights(path: Path) -> Path:
+    """A run or checkpoint folder stands for its weights, so that a stage can start from the one before."""
+    try:
+        return find_weights(path).resolve()
+    except CheckpointError as e:
+        raise ModelError(f"model.path: {e.message}", "give a Hugging Face folder or a run folder; `fp8ctl model import` makes one from a GGUF file") from None
