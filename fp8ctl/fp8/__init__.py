@@ -1,0 +1,1 @@
+"""Number formats, quantisers, GEMMs and the linear layer that runs in FP8."""

@@ -1,0 +1,114 @@
+"""The specification of FP8 in this project, in plain PyTorch, on any device. Fast kernels have a twin of theirs in
+here.
+
+Quantising a tile (1x128 along the contraction dimension K) or a block (128x128), in this order:
+
+1. The input is converted to FP32 (exact for BF16 and FP16). Subnormals count; nothing is flushed to zero.
+2. amax is the largest magnitude among the finite values of the tile; 0 if there is none. The last tile or block of a
+   dimension that is no multiple of 128 is short.
+3. scale and scale_inv follow from amax alone (`formats.scales`); they are finite, also for tiles of zeros, inf or NaN.
+4. Each value is multiplied by scale in FP32, rounded to nearest even (exact with pow2 scales, except that a product
+   below 2^-126 may round; it quantises to zero either way).
+5. It is clamped to [-largest, largest], and inf and NaN become NaN. Both come before the cast, because casts of values
+   out of range differ between versions and devices of PyTorch (NaN, infinity or saturation).
+6. It is cast to FP8, rounded to nearest even, subnormals included. The sign of zero stays: -0 and negative values that
+   underflow have code 0x80. NaN has code 0x7F, whatever sign or payload it had.
+
+E5M2 could hold infinity, E4M3 can't; here both turn inf into NaN. So the two formats share one rule, an FP8 tensor
+never holds infinity, and one non-finite value makes the GEMM outputs that it touches NaN in either format.
+
+Dequantising multiplies the code's value by scale_inv in FP32, rounded to nearest even. With pow2 scales that is exact,
+with one exception: a finite value above 248 * 2^120 (E4M3; 3.3e38) rounds up to 2^128, which FP32 calls infinity. The
+stored code is finite.
+
+Letters: M, N, K as in the GEMM, B tiles along K, Nb and Kb blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8ctl.fp8.formats import E4M3, TILE, Fp8Format, ScaleKind, scales
+
+
+class Quantized(NamedTuple):
+    """An FP8 matrix: values = codes * scale_inv, each scale_inv spread over its tile or block.
+
+    codes: [R, K] float8. scale_inv: FP32, [R, ceil(K/128)] for tiles, [ceil(R/128), ceil(K/128)] for blocks. (With one
+    row the two are the same thing, so shapes tell them apart.)
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+
+    def t(self) -> Quantized:
+        """The transposed matrix, exact; for blocks only, since a tile transposed lies across the contraction dimension.
+
+        This is how dgrad reads the weight: the same block quantisation, contracted over N instead of K.
+        """
+        if self.scale_inv.shape[0] != num_tiles(self.codes.shape[0]):
+            raise ValueError("only a matrix quantised by blocks can be transposed without quantising again")
+        return Quantized(self.codes.t(), self.scale_inv.t())
+
+
+def num_tiles(size: int) -> int:
+    """Tiles along a dimension of this size, the short last one included."""
+    return -(-size // TILE)
+
+
+def quantize_tile(x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2") -> Quantized:
+    """Quantises by 1x128 tiles along K: codes_MK, scale_inv_MB.
+
+    For wgrad hand in the transposed high-precision tensor (`x_MK.t()`): its tiles lie along the tokens.
+    """
+    return _quantize(x_MK, fmt, scale_kind, tile_rows=1)
+
+
+def quantize_block(w_NK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2") -> Quantized:
+    """Quantises by 128x128 blocks: codes_NK, scale_inv_NbKb."""
+    return _quantize(w_NK, fmt, scale_kind, tile_rows=TILE)
+
+
+def dequantize(codes: Tensor, scale_inv: Tensor) -> Tensor:
+    """FP32 values of a quantised matrix (by tiles or blocks, see `Quantized`), same shape as its codes."""
+    rows, columns = codes.shape
+    tile_rows = 1 if scale_inv.shape[0] == rows else TILE
+    return codes.to(torch.float32) * _spread(scale_inv, tile_rows, rows, columns)
+
+
+def gemm_nt(a_MK: Quantized, b_NK: Quantized, out_dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
+    """D_MN = A_MK B_NK^T (+ bias) of dequantised operands: products and sums in FP32, rounded to out_dtype once.
+
+    The order of the sum is free: implementations agree within a tolerance, at most twice the error of a plain BF16 GEMM
+    against this function with out_dtype=torch.float32.
+    """
+    d_MN = dequantize(*a_MK) @ dequantize(*b_NK).t()
+    if bias_N is not None:
+        d_MN = d_MN + bias_N.to(torch.float32)
+    return d_MN.to(out_dtype)
+
+
+def _quantize(x: Tensor, fmt: Fp8Format, scale_kind: ScaleKind, tile_rows: int) -> Quantized:
+    if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"expected a matrix of float32, bfloat16 or float16, got {x.dtype} of shape {tuple(x.shape)}")
+    x = x.to(torch.float32)
+    is_finite = x.isfinite()
+    scale, scale_inv = scales(_tile_amax(torch.where(is_finite, x.abs(), 0.0), tile_rows), fmt, scale_kind)
+    scaled = (x * _spread(scale, tile_rows, *x.shape)).clamp(-fmt.largest, fmt.largest)
+    return Quantized(torch.where(is_finite, scaled, torch.nan).to(fmt.dtype), scale_inv)
+
+
+def _tile_amax(magnitude: Tensor, tile_rows: int) -> Tensor:
+    """Largest value of each tile_rows x 128 tile."""
+    rows, columns = magnitude.shape
+    padded = torch.nn.functional.pad(magnitude, (0, -columns % TILE, 0, -rows % tile_rows))
+    grid = padded.view(padded.shape[0] // tile_rows, tile_rows, padded.shape[1] // TILE, TILE)
+    return grid.amax(dim=(1, 3))
+
+
+def _spread(per_tile: Tensor, tile_rows: int, rows: int, columns: int) -> Tensor:
+    """Repeats one value per tile over the elements of its tile."""
+    return per_tile.repeat_interleave(tile_rows, 0)[:rows].repeat_interleave(TILE, 1)[:, :columns]

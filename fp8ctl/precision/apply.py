@@ -1,0 +1,116 @@
+"""Carries a plan out: swaps the linears once, before the engine wraps the model; later only their `precision`
+changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8ctl.config.schema import PrecisionConfig
+from fp8ctl.errors import PrecisionError
+from fp8ctl.fp8.counter import PRECISIONS, GemmCounter, Precision
+from fp8ctl.fp8.linear import Fp8Linear
+from fp8ctl.precision.plan import PrecisionPlan, is_tied_head, nearest
+
+
+def apply_plan(
+    model: nn.Module, plan: PrecisionPlan, config: PrecisionConfig, *, weights_are_frozen: bool = False
+) -> None:
+    """Makes every linear an Fp8Linear with the plan's precision, in place; BF16 ones too, so that they count and can
+    change.
+
+    Parameters stay the same objects under the same names. A tied head gets hooks that count its GEMMs. A second call
+    only sets precisions and recipe. The recipe is the plan's; `config` must be the one it was made from.
+
+    Args:
+        weights_are_frozen: for inference: quantised weights are kept after their first use.
+
+    Raises:
+        PrecisionError: the plan was made for other linears or with another recipe.
+    """
+    _check_fits(model, plan, config)
+    planned = {linear.fqn: linear for linear in plan.linears}
+    replaced: dict[nn.Linear, Fp8Linear] = {}
+    # With duplicates: a module that hangs in two places must be swapped in both, or one of them would run uncounted
+    for fqn, module in list(model.named_modules(remove_duplicate=False)):
+        if is_tied_head(module):
+            _count_tied_head(module, getattr(model, "head_weight", None))
+        elif isinstance(module, Fp8Linear):
+            if fqn in planned:
+                module.precision, module.recipe = planned[fqn].precision, plan.recipe
+                module.weight_is_frozen = weights_are_frozen
+        elif isinstance(module, nn.Linear):
+            if module not in replaced:
+                replaced[module] = Fp8Linear.from_linear(module, precision=planned[fqn].precision, recipe=plan.recipe)
+                replaced[module].weight_is_frozen = weights_are_frozen
+            parent, _, name = fqn.rpartition(".")
+            setattr(model.get_submodule(parent), name, replaced[module])
+
+
+def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:
+    """FQN -> layer of every Fp8Linear, in the model's order."""
+    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, Fp8Linear)}
+
+
+def set_precision(model: nn.Module, fqn: str, precision: Precision) -> None:
+    """Changes one linear from the next forward pass on; call it between steps.
+
+    Raises:
+        PrecisionError: no such linear, or no such precision.
+    """
+    layers = fp8_linears(model)
+    if fqn not in layers:
+        raise PrecisionError(
+            f"no linear {fqn!r} to set to {precision}{nearest(fqn, layers)}", "use a name from plan.json"
+        )
+    if precision not in PRECISIONS:
+        raise PrecisionError(f"no precision {precision!r}", f"use {' or '.join(PRECISIONS)}")
+    layers[fqn].precision = precision
+
+
+def _check_fits(model: nn.Module, plan: PrecisionPlan, config: PrecisionConfig) -> None:
+    if plan.recipe != config.recipe:
+        raise PrecisionError(
+            f"the plan's recipe {plan.recipe.name!r} is not that of the settings, {config.recipe.name!r}",
+            "make the plan anew",
+        )
+    found = {fqn: (m.out_features, m.in_features) for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
+    tied = {fqn for fqn, m in model.named_modules() if is_tied_head(m)}
+    wanted = {p.fqn: (p.out_features, p.in_features) for p in plan.linears if p.fqn not in tied}
+    differing = [fqn for fqn in {**found, **wanted} if found.get(fqn) != wanted.get(fqn)]
+    if differing:
+        raise PrecisionError(
+            f"the plan does not fit the model: {len(differing)} linears differ, the first is {differing[0]!r}",
+            "make the plan anew from this model",
+        )
+
+
+def _count_tied_head(head: nn.Module, weight: Tensor | None) -> None:
+    """Gives a tied head a counter and hooks that feed it: it multiplies by the embedding's weight and has no linear to
+    swap.
+    """
+    if hasattr(head, "counter"):
+        return
+    counter = GemmCounter()
+    head.counter = counter  # type: ignore[assignment]
+
+    def after_forward(module: nn.Module, inputs: tuple[Any, ...], logits: Tensor) -> None:
+        hidden = inputs[0]
+        size = {"m": hidden.numel() // hidden.shape[-1], "n": logits.shape[-1], "k": hidden.shape[-1]}
+        counter.add("fprop", "bf16", **size)
+        if not (torch.is_grad_enabled() and logits.requires_grad):
+            return
+        runs = {"dgrad": hidden.requires_grad, "wgrad": weight is None or weight.requires_grad}
+
+        # The gradient of the logits arrives right before the two GEMMs that use it
+        def before_backward(_: Tensor) -> None:
+            for direction, is_run in runs.items():
+                if is_run:
+                    counter.add(direction, "bf16", **size)  # type: ignore[arg-type]
+
+        logits.register_hook(before_backward)
+
+    head.register_forward_hook(after_forward)
