@@ -348,6 +348,8 @@ class EvalConfig(Settings):
     """Name of the result; default: suite and precision."""
     out: str | None = None
     """Folder of the results; default: eval/ inside the run, or eval-<name> here."""
+    chat_template: str | None = None
+    """Name of a template in templates/chat or a path; default: the model folder's own."""
     suite: SuiteConfig = SuiteConfig()
     precision: PrecisionConfig = PrecisionConfig()
     batch_size: PositiveInt = 16
