@@ -7,11 +7,10 @@ from pathlib import Path
 
 import xxhash
 
-from fp8ctl.errors import ConfigError, ModelError
+from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.paths import RunPaths
+from fp8ctl.track.checkpoints import MANIFEST, WEIGHTS, checkpoint_step, find_weights
 
-_WEIGHTS = "weights"
-_MANIFEST = "manifest.json"
 # Everything in a model folder that changes an answer; README and the like don't count.
 _FINGERPRINTED = ("*.safetensors", "*.json", "chat_template.jinja")
 
@@ -24,13 +23,8 @@ class Target:
     """Hugging Face folder: config.json, safetensors, tokenizer."""
     run: Path | None = None
     """Run folder that the weights belong to, if any."""
-    checkpoint: Path | None = None
-    """Checkpoint folder that the weights belong to, if any."""
-
-    @property
-    def step(self) -> int | None:
-        """Optimizer steps behind the weights, by the checkpoint's name."""
-        return int(self.checkpoint.name.rsplit("-", 1)[-1]) if self.checkpoint else None
+    step: int | None = None
+    """Optimizer steps behind the weights, where they are a checkpoint's."""
 
 
 def find_target(model: str | None) -> Target:
@@ -42,26 +36,17 @@ def find_target(model: str | None) -> Target:
     """
     if model is None:
         raise ConfigError("no model to evaluate", "give model=RUN, model=RUN/checkpoints/step-N or model=HF_FOLDER")
-    folder = Path(model)
-    if not folder.is_dir():
-        raise ModelError(f"no model folder: {model}", "give a run folder, a checkpoint folder or a Hugging Face folder")
-    if (folder / "config.json").is_file():
-        return _of_weights(folder)
-    if (folder / _WEIGHTS).is_dir() or folder.parent.name == RunPaths(folder).checkpoints.name:
-        return _of_checkpoint(folder)
-    paths = RunPaths(folder)
-    if not (paths.config.is_file() or paths.checkpoints.is_dir()):
-        raise ModelError(
-            f"nothing to evaluate in {model}",
-            "a run folder holds config.yaml and checkpoints/, a Hugging Face folder config.json and *.safetensors",
-        )
-    complete = [c for c in sorted(paths.checkpoints.glob("step-*")) if _is_complete(c)]
-    if not complete:
-        raise ModelError(
-            f"no complete checkpoint in {paths.checkpoints}",
-            "wait for the run to save one (loop.save_every_steps), or go on training with --resume",
-        )
-    return Target(complete[-1] / _WEIGHTS, run=folder, checkpoint=complete[-1])
+    try:
+        weights = find_weights(Path(model)).resolve()
+    except CheckpointError as error:  # a user's mistake here, not a failed run
+        raise ModelError(error.message, error.hint) from None
+    checkpoint = weights.parent
+    if weights.name != WEIGHTS or not checkpoint.name.startswith("step-"):
+        return Target(weights)
+    if not (checkpoint / MANIFEST).is_file():
+        raise ModelError(f"checkpoint {checkpoint} is incomplete", "give the run folder: its newest complete checkpoint is taken")
+    run = checkpoint.parent.parent
+    return Target(weights, run if RunPaths(run).config.is_file() else None, checkpoint_step(checkpoint))
 
 
 def fingerprint(weights: Path) -> str:
@@ -73,31 +58,3 @@ def fingerprint(weights: Path) -> str:
             while chunk := f.read(1 << 22):
                 digest.update(chunk)
     return f"xxh3:{digest.hexdigest()}"
-
-
-def _of_weights(folder: Path) -> Target:
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"no *.safetensors in {folder}", "convert the weights first: fp8ctl model import SRC DST")
-    checkpoint = folder.resolve().parent
-    if folder.resolve().name == _WEIGHTS and _is_complete(checkpoint):
-        return Target(folder, run=_run_of(checkpoint), checkpoint=checkpoint)
-    return Target(folder)
-
-
-def _of_checkpoint(folder: Path) -> Target:
-    if not _is_complete(folder):
-        raise ModelError(
-            f"checkpoint {folder} is incomplete",
-            f"a complete one holds {_MANIFEST} and {_WEIGHTS}/; give the run folder for its newest complete checkpoint",
-        )
-    return Target(folder / _WEIGHTS, run=_run_of(folder.resolve()), checkpoint=folder)
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    # the manifest is what the rename of a finished save brings along
-    return (checkpoint / _MANIFEST).is_file() and (checkpoint / _WEIGHTS / "config.json").is_file()
-
-
-def _run_of(checkpoint: Path) -> Path | None:
-    root = checkpoint.parent.parent
-    return root if RunPaths(root).config.is_file() else None
