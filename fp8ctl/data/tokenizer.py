@@ -1,0 +1,139 @@
+"""A Hugging Face tokenizer folder, loaded without transformers: ids of documents and of rendered chats."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from tokenizers import Tokenizer, processors
+
+from fp8ctl.errors import DataError
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """The tokenizer of one model folder; make it with `load_tokenizer`."""
+
+    folder: Path
+    backend: Tokenizer
+    vocab_size: int
+    """Largest id that the tokenizer can give, added tokens included, plus one."""
+    eos_id: int | None
+    """End-of-text token as the folder's configuration names it."""
+    special_tokens: dict[str, int]
+    """Control tokens: the added tokens that are flagged special."""
+    template_variables: dict[str, str]
+    """bos_token, eos_token and their like, as chat templates expect them."""
+    chat_template: str | None
+    """Source of the folder's own chat template."""
+    fingerprint: str
+    """Hash of tokenizer.json."""
+
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids (int32) of each text; control tokens written in the text are encoded as the text they are.
+
+        Added tokens that are not flagged special (`<think>` and the like) do become their ids.
+        """
+        self.backend.encode_special_tokens = True
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(e.ids, dtype=np.int32) for e in encodings]
+
+    def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (int32, [T]) of a rendered chat, control tokens included, and their character ranges ([T, 2])."""
+        self.backend.encode_special_tokens = False
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def decode(self, ids: np.ndarray | list[int]) -> str:
+        """Text of ids, control tokens shown."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches any control token in a text."""
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def load_tokenizer(folder: Path | str) -> TextTokenizer:
+    """Loads a folder that holds tokenizer.json and, beside it, the usual configuration files.
+
+    Raises:
+        DataError: no such folder or file, or a file that can't be read.
+    """
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(
+            f"no tokenizer.json in {folder}", "give the folder of a Hugging Face model (`fp8ctl model import`)"
+        )
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"{path} can't be read: {error}", "copy the file again from the model's folder") from None
+    # A tokenizer.json may carry truncation or padding from somebody's last use of it: both would silently change data.
+    backend.no_truncation()
+    backend.no_padding()
+    # Only here to keep white space inside the character ranges; it adds no tokens.
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+
+    settings = _read_json(folder / "tokenizer_config.json")
+    variables = {
+        name: _token_text(settings.get(name))
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if _token_text(settings.get(name))
+    }
+    return TextTokenizer(
+        folder=folder,
+        backend=backend,
+        vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        eos_id=_eos_id(folder, backend, variables.get("eos_token")),
+        special_tokens={t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special},
+        template_variables=variables,
+        chat_template=_chat_template(folder, settings),
+        fingerprint=xxhash.xxh3_128_hexdigest(path.read_bytes()),
+    )
+
+
+def _eos_id(folder: Path, backend: Tokenizer, eos_token: str | None) -> int | None:
+    if eos_token is not None and backend.token_to_id(eos_token) is not None:
+        return backend.token_to_id(eos_token)
+    for name in ("config.json", "generation_config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        if isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    value = settings.get("chat_template")
+    if isinstance(value, list):  # several named templates
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _token_text(value: Any) -> str:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}", "copy the file again from the model's folder") from None
+    return value if isinstance(value, dict) else {}
