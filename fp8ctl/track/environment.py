@@ -16,8 +16,9 @@ import fp8ctl
 from fp8ctl.track.redact import redact, redact_argv
 
 PACKAGES = (
-    "torch", "deepspeed", "triton", "transformer-engine", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pyarrow",
-    "hydra-core", "omegaconf", "pydantic", "mlflow", "reasoning-gym", "vllm", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13",
+    "torch", "deepspeed", "triton", "transformer-engine", "transformers", "tokenizers", "safetensors", "gguf", "numpy",
+    "pyarrow", "hydra-core", "omegaconf", "pydantic", "mlflow", "reasoning-gym", "vllm", "nvidia-cublas",
+    "nvidia-cudnn-cu13", "nvidia-nccl-cu13",
 )  # fmt: skip
 """Distributions whose version can change a result."""
 
@@ -35,7 +36,7 @@ _VARIABLE_PREFIXES = ("NCCL_", "CUBLAS_", "CUDA_", "NVTE_", "PYTORCH_", "TORCH_"
 def collect_environment(
     *, gpus: Sequence[Mapping[str, Any]] = (), argv: Sequence[str] | None = None, folder: Path | str | None = None
 ) -> dict[str, Any]:
-    """Facts about software, code and machine as plain data; what can't be found out is None or left out, never an error.
+    """Facts about software, code and machine as plain data; what can't be found out is None or left out.
 
     Args:
         gpus: facts about each GPU (name, memory_bytes, driver, ...), asked from torch by a caller that has it.
@@ -43,9 +44,9 @@ def collect_environment(
         folder: the working directory whose git state is recorded; default: the current one.
 
     Returns:
-        Keys: time, fp8ctl, python, platform, hostname, packages {name: version}, cpu {model, cores, usable_cores}, memory_bytes
-        (of the machine, or of the container where that is less), gpus, git {commit, is_dirty}, command, variables. Of
-        environment variables only a short list that changes results is taken.
+        Keys: time, fp8ctl, python, platform, hostname, packages {name: version}, cpu {model, cores, usable_cores},
+        memory_bytes (of the machine, or of the container where that is less), gpus, git {commit, is_dirty}, command,
+        variables. Of environment variables only a short list that changes results is taken.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

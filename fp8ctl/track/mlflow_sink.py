@@ -1,7 +1,7 @@
 """MLflow as a sink that can't hurt a run: a thread of its own, batches, a bounded queue, one warning.
 
-The only file that imports mlflow, and never before its thread runs. The run's own files hold everything; so what MLflow does
-not take in time is dropped, and the training process never waits for it except a little while when it closes.
+The only file that imports mlflow, and never before its thread runs. The run's own files hold everything; so what MLflow
+does not take in time is dropped, and the training process never waits for it except a little while when it closes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-"""Variables that keep mlflow quiet and off the network. mlflow reads some at import, and deepspeed imports it: ranks start with them."""
+"""Variables that keep mlflow quiet and off the network. It reads some when imported, and deepspeed imports it, so a rank
+had better start with them."""
 
 _FLUSH_S = 5.0
 _LONGEST_PAUSE_S = 300.0
@@ -66,8 +67,9 @@ class MlflowSink:
 
     Args:
         target: store, experiment and run.
-        params: settings, nested; flattened to dotted names, secrets redacted, long values cut. A resumed run whose settings
-            changed keeps its parameters (MLflow forbids changing them) and gets the new value as tag `changed.NAME`.
+        params: settings, nested; flattened to dotted names, secrets redacted, long values cut. A resumed run whose
+            settings changed keeps its parameters (MLflow forbids changing them) and gets the new value as tag
+            `changed.NAME`.
         tags: tags of the run.
     """
 
@@ -97,7 +99,7 @@ class MlflowSink:
             self._queue.append((_key(name), number, now_ms, step))
 
     def close(self, state: State, files: Sequence[Path] = ()) -> None:
-        """Hands over what is queued and `files` as artifacts, ends the MLflow run as `state`, and waits for it a limited time."""
+        """Hands over what is queued, and `files` as artifacts; ends the MLflow run as `state`; waits a limited time."""
         if self._closing.is_set():
             return
         self._final_state = state
@@ -197,13 +199,13 @@ class MlflowSink:
         new = [Param(k, v) for k, v in self._params.items() if k not in known]
         tags = dict(self._tags) if known else {}
         tags |= {_key(f"changed.{k}"): v for k, v in self._params.items() if known.get(k, v) != v}
-        items = [("params", new), ("tags", [RunTag(k, v) for k, v in tags.items()])]
+        items: list[tuple[str, list[Any]]] = [("params", new), ("tags", [RunTag(k, v) for k, v in tags.items()])]
         for kind, values in items:
             for start in range(0, len(values), _BATCH_PARAMS):
                 self._unless_refused(client.log_batch, self._run_id, **{kind: values[start : start + _BATCH_PARAMS]})
 
     def _unless_refused(self, call: Any, *arguments: Any, **keywords: Any) -> None:
-        """A call that MLflow may refuse for its content: sending that again would block everything behind it for ever."""
+        """A call that MLflow may refuse for its content: sending that again would block all behind it for ever."""
         from mlflow.exceptions import MlflowException
 
         try:

@@ -1,8 +1,8 @@
 """Keeps secrets out of everything a run writes: by the name they stand under, by their shape, and by value.
 
-Names must not catch a language model's own words (`eos_token`, `max_tokens`, `tokenizer`), so they are compared word by word,
-never as substrings. What no rule of name or shape can know (a 40-digit hex key reads like a commit) is caught by value: whatever
-a secret-named environment variable of this process holds is replaced wherever it turns up.
+Names must not catch a language model's own words (`eos_token`, `max_tokens`, `tokenizer`), so they are compared word by
+word, never as substrings. What no rule of name or shape can know (a 40-digit hex key reads like a commit) is caught by
+value: whatever a secret-named environment variable of this process holds is replaced wherever it turns up.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """The text without what looks like a secret; ordinary text comes back as it was. Applying it twice changes nothing more."""
+    """The text without what looks like a secret; ordinary text comes back as it was. Idempotent."""
     for secret in _environment_secrets():
         text = text.replace(secret, REDACTED)
     text = _PRIVATE_KEY.sub(REDACTED, text)

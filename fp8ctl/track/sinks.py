@@ -24,9 +24,9 @@ _TAIL_BYTES = 1 << 20
 class Tracker:
     """Writer of one run's metrics. Only rank 0 makes one: numbers are reduced over ranks before they come here.
 
-    Opening a folder that has been written to before continues it: a line that a killed writer left half-written is cut off,
-    and the same MLflow run goes on. Nothing that happens to a sink stops the training: lines that can't be written (a full
-    disk) are kept and tried again with the next one.
+    Opening a folder that has been written to before continues it: a line that a killed writer left half-written is cut
+    off, and the same MLflow run goes on. Nothing that happens to a sink stops the training: lines that can't be written (a
+    full disk) are kept and tried again with the next one.
 
     Args:
         paths: the run folder.
@@ -60,12 +60,15 @@ class Tracker:
             self._mlflow.put(stats.step, {name: line[name] for name in METRICS if name in line})
 
     def log_values(self, step: int, values: Mapping[str, float]) -> None:
-        """Queues other numbers for MLflow: those that have a file of their own in the run folder (evaluations, coverage)."""
+        """Queues other numbers for MLflow: those that have their own file in the run folder (evaluations, coverage)."""
         if self._mlflow:
             self._mlflow.put(step, values)
 
     def close(self, state: State) -> None:
-        """Flushes and ends the MLflow run as `state`; a later Tracker on the same folder continues it. Calling it again does nothing."""
+        """Flushes and ends the MLflow run as `state`; a later Tracker on the same folder continues it.
+
+        Calling it again does nothing.
+        """
         if self._pending:
             self._write()
         if self._mlflow:
@@ -90,7 +93,7 @@ class Tracker:
 
 
 def mend_tail(path: Path) -> None:
-    """Cuts a half-written last line off a JSON-lines file, so that the next line does not grow onto it; a whole one is ended."""
+    """Cuts a half-written last line off a JSON-lines file, so that the next does not grow onto it; a whole one is ended."""
     if not path.is_file():
         return
     with open(path, "r+b") as f:

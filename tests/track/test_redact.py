@@ -12,7 +12,8 @@ SECRET = "zQ7pLm2vX9rT4kB8nW3y"
 @pytest.mark.parametrize(
     "name",
     [
-        "HF_TOKEN", "hf_token", "token", "hub.token", "--auth-token", "accessToken", "WANDB_API_KEY", "apiKey", "api-key", "APIKey",
+        "HF_TOKEN", "hf_token", "token", "hub.token", "--auth-token", "accessToken", "WANDB_API_KEY", "apiKey",
+        "api-key", "APIKey",
         "OPENAI_APIKEY", "password", "PGPASSWORD", "db_passwd", "MYSQL_PWD", "client_secret", "AWS_SECRET_ACCESS_KEY",
         "aws_access_key_id", "private_key", "GITHUB_PAT", "basic_auth", "connection_string", "Authorization",
     ],
@@ -24,8 +25,10 @@ def test_names_of_secrets(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "tokenizer", "max_tokens", "max_new_tokens", "tokens", "num_tokens", "tokens_seen", "eos_token", "pad_token", "bos_token",
-        "pad_token_id", "loss_per_token", "seq_len_tokens", "key", "num_kv_heads", "monkey", "PWD", "OLDPWD", "SSH_AUTH_SOCK", "path",
+        "tokenizer", "max_tokens", "max_new_tokens", "tokens", "num_tokens", "tokens_seen", "eos_token", "pad_token",
+        "bos_token",
+        "pad_token_id", "loss_per_token", "seq_len_tokens", "key", "num_kv_heads", "monkey", "PWD", "OLDPWD",
+        "SSH_AUTH_SOCK", "path",
         "passes", "author", "AUTHOR_NAME", "DB_PASSWORD_FILE", "append_eos", "secretary", "", "123", "keys",
     ],
 )  # fmt: skip
@@ -36,8 +39,10 @@ def test_names_that_only_look_so(name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "hf_" + "aB3" * 12, "sk-proj-" + "a1B2" * 8, "sk-ant-api03-" + "x_Y" * 10, "ghp_" + "a1" * 18, "github_pat_" + "A1_b" * 8,
-        "glpat-" + "a-1" * 7, "AKIA" + "ABCD1234" * 2, "AIza" + "Sy-_" * 9, "xoxb-123456789012-abcdef", "nvapi-" + "a1-_" * 8,
+        "hf_" + "aB3" * 12, "sk-proj-" + "a1B2" * 8, "sk-ant-api03-" + "x_Y" * 10, "ghp_" + "a1" * 18,
+        "github_pat_" + "A1_b" * 8,
+        "glpat-" + "a-1" * 7, "AKIA" + "ABCD1234" * 2, "AIza" + "Sy-_" * 9, "xoxb-123456789012-abcdef",
+        "nvapi-" + "a1-_" * 8,
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4", "dapi" + "0a" * 16, "gsk_" + "a1" * 12,
         "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nabc\n-----END RSA PRIVATE KEY-----", "pypi-AgE" + "IcHlwaS5vcmc_" * 3,
     ],
@@ -74,10 +79,13 @@ def test_places(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "loss 2.31 nats/token: 5.2e-1", "eos_token='<|im_end|>' max_tokens=4096", "tokenizer=/models/smol/tokenizer.json",
+        "loss 2.31 nats/token: 5.2e-1", "eos_token='<|im_end|>' max_tokens=4096",
+        "tokenizer=/models/smol/tokenizer.json",
         "model.layers.0.mlp.down_proj", "sqlite:////home/me/runs/mlflow.db", "http://localhost:5000/#/experiments/1",
-        "commit 302e05d3f0a1b2c3d4e5f60718293a4b5c6d7e8f", "rank 0: CUDA error: device-side assert", "task-based-scheduling-of-work-items",
-        "password=", "basic training of a token classifier", "see https://docs.example.org/a?page=2&q=x", "12:30:05 step=3",
+        "commit 302e05d3f0a1b2c3d4e5f60718293a4b5c6d7e8f", "rank 0: CUDA error: device-side assert",
+        "task-based-scheduling-of-work-items",
+        "password=", "basic training of a token classifier", "see https://docs.example.org/a?page=2&q=x",
+        "12:30:05 step=3",
     ],
 )  # fmt: skip
 def test_ordinary_text_stays(text: str) -> None:
@@ -138,7 +146,8 @@ def test_command_lines() -> None:
         "5",
     ]
     assert redact_argv(argv) == [
-        "fp8ctl", "train", "--hf-token", REDACTED, "-v", "--api-key=" + REDACTED, f"track.mlflow_uri=http://{REDACTED}@h", "--max-tokens", "5",
+        "fp8ctl", "train", "--hf-token", REDACTED, "-v", "--api-key=" + REDACTED,
+        f"track.mlflow_uri=http://{REDACTED}@h", "--max-tokens", "5",
     ]  # fmt: skip
     assert redact_argv(["x", "--token", "--verbose"]) == ["x", "--token", "--verbose"]
 
