@@ -58,7 +58,9 @@ def module_level(tree: ast.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("part", "file"), parts_and_files(), ids=lambda v: v if isinstance(v, str) else v.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    ("part", "file"), parts_and_files(), ids=lambda v: v if isinstance(v, str) else v.relative_to(ROOT).as_posix()
+)
 def test_imports_go_down(part: str, file: Path) -> None:
     assert part in LEVEL, f"{part} is in no row of the table"
     tree = ast.parse(file.read_text())
@@ -77,7 +79,9 @@ def test_imports_go_down(part: str, file: Path) -> None:
 
 
 def test_the_walk_sees_what_it_forbids() -> None:
-    tree = ast.parse("import torch\nclass A:\n    import mlflow\ndef f():\n    import deepspeed\nif TYPE_CHECKING:\n    import triton\n")
+    tree = ast.parse(
+        "import torch\nclass A:\n    import mlflow\ndef f():\n    import deepspeed\nif TYPE_CHECKING:\n    import triton\n"
+    )
     assert set(module_level(tree)) == {"torch", "mlflow"}
     assert imported(ast.parse("from fp8ctl.cli import app").body[0]) == ["fp8ctl.cli.app"]
 
@@ -93,12 +97,14 @@ def test_files_and_functions_are_small() -> None:
 
 
 def test_help_needs_no_torch_and_little_time() -> None:
-    code = "import sys; from fp8ctl.cli.app import app; assert not {'torch','deepspeed','mlflow','hydra'} & set(sys.modules), sys.modules.keys()"
+    code = "import sys; from fp8ctl.cli.app import app; assert not {'torch', 'deepspeed', 'mlflow', 'hydra'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     fastest = float("inf")
     for _ in range(3):  # the fastest of three: a busy machine must not fail a test of what is imported
         start = time.perf_counter()
-        out = subprocess.run([sys.executable, "-m", "fp8ctl", "--help"], check=True, capture_output=True, text=True).stdout
+        out = subprocess.run(
+            [sys.executable, "-m", "fp8ctl", "--help"], check=True, capture_output=True, text=True
+        ).stdout
         fastest = min(fastest, time.perf_counter() - start)
     assert "train" in out
     assert fastest < 3.0  # well under 0.5 s on an idle core; the bound only catches a heavy import

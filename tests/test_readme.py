@@ -13,7 +13,12 @@ from fp8ctl.cli.app import app
 from fp8ctl.config.compose import compose
 
 ROOT = Path(__file__).parent.parent
-COMPOSED = {("train", "cpt"): "train_cpt", ("train", "sft"): "train_sft", ("data", "prep"): "data_prep", ("eval",): "eval"}
+COMPOSED = {
+    ("train", "cpt"): "train_cpt",
+    ("train", "sft"): "train_sft",
+    ("data", "prep"): "data_prep",
+    ("eval",): "eval",
+}
 
 
 def shown_commands() -> list[tuple[str, str]]:
@@ -21,9 +26,17 @@ def shown_commands() -> list[tuple[str, str]]:
     for file in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for block in re.findall(r"```(?:sh|bash|console)\n(.*?)```", file.read_text(), flags=re.S):
             text = block.replace("\\\n", " ")
-            found += [(file.name, line.strip().removeprefix("$ ")) for line in text.splitlines() if re.match(r"\s*(\$ )?fp8ctl ", line)]
+            found += [
+                (file.name, line.strip().removeprefix("$ "))
+                for line in text.splitlines()
+                if re.match(r"\s*(\$ )?fp8ctl ", line)
+            ]
     make = (ROOT / "Makefile").read_text().replace("\\\n", " ").replace("$*", "infir2")
-    found += [("Makefile", re.sub(r"\$\((\w+)\)", "x", line.strip().replace("$(FP8CTL)", "fp8ctl"))) for line in make.splitlines() if "\t$(FP8CTL)" in line]
+    found += [
+        ("Makefile", re.sub(r"\$\((\w+)\)", "x", line.strip().replace("$(FP8CTL)", "fp8ctl")))
+        for line in make.splitlines()
+        if "\t$(FP8CTL)" in line
+    ]
     return found
 
 

@@ -19,7 +19,10 @@ def installed(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     # --no-isolation: setuptools is here already; an isolated build would ask a package index
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     site = out / "site"
     (wheel,) = out.glob("*.whl")
@@ -30,7 +33,9 @@ def installed(tmp_path_factory) -> Path:
 def run(installed: Path, tmp_path: Path, code: str) -> str:
     # -P and another working directory: nothing but the unpacked wheel can be what is imported
     env = {**os.environ, "PYTHONPATH": str(installed)}
-    return subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_the_wheel_composes_every_root_and_has_the_templates(installed, tmp_path) -> None:

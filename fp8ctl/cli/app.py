@@ -33,7 +33,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")] = False,
 ) -> None:
     """Settings after a command are Hydra overrides, for example precision=infir2 optim.peak_lr=1e-4; see docs/."""
@@ -67,5 +69,10 @@ def main() -> None:
         # The disk, permissions, a path that is a folder: the user's to mend, and the system's words say what it is.
         if verbose:
             raise
-        print_error(Fp8ctlError(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""), "run again with -v for the place"))
+        print_error(
+            Fp8ctlError(
+                f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""),
+                "run again with -v for the place",
+            )
+        )
         sys.exit(1)

@@ -21,7 +21,9 @@ class Format(StrEnum):
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder, checkpoint folder or Hugging Face folder.")],
     dst: Annotated[Path, typer.Argument(help="Folder to write.")],
-    format_: Annotated[Format, typer.Option("--format", help="hf: BF16 safetensors. fp8-block: 128x128 block-scaled E4M3 weights.")] = Format.HF,
+    format_: Annotated[
+        Format, typer.Option("--format", help="hf: BF16 safetensors. fp8-block: 128x128 block-scaled E4M3 weights.")
+    ] = Format.HF,
 ) -> None:
     """Writes a Hugging Face folder that transformers (and, as fp8-block, vLLM) loads."""
     from fp8ctl.precision.export import export_fp8_block, export_hf

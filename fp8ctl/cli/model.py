@@ -14,7 +14,12 @@ app = typer.Typer(help="Bring models in.", no_args_is_help=True)
 
 @app.command("import")
 def import_(
-    src: Annotated[str, typer.Argument(help="GGUF file, Hugging Face folder, or package:NAME of an installed package that holds a GGUF.")],
+    src: Annotated[
+        str,
+        typer.Argument(
+            help="GGUF file, Hugging Face folder, or package:NAME of an installed package that holds a GGUF."
+        ),
+    ],
     dst: Annotated[Path, typer.Argument(help="Folder to write.")],
 ) -> None:
     """Turns a GGUF file or a Hugging Face folder into a training-ready Hugging Face folder."""

@@ -17,10 +17,17 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders; the first of a stage is the baseline.")],
     as_json: AsJson = False,
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the report as Markdown.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the report as one self-contained HTML file.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Exit 0 for parity, 3 worse, 4 undecided, 5 does not pay.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the report as one self-contained HTML file.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit 0 for parity, 3 worse, 4 undecided, 5 does not pay.")
+    ] = False,
     benchmark: Annotated[
-        str | None, typer.Option("--benchmark", help="Also store the figures as docs/benchmarks/NAME.json and .md.", show_default=False)
+        str | None,
+        typer.Option(
+            "--benchmark", help="Also store the figures as docs/benchmarks/NAME.json and .md.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Speed, memory, loss and accuracy of runs beside each other, ending in one verdict."""

@@ -11,13 +11,19 @@ from fp8ctl.cli.console import say, stderr, stdout
 from fp8ctl.cli.options import DryRun, Overrides, RunDir
 
 app = typer.Typer(help="Train: continual pre-training and supervised fine-tuning.", no_args_is_help=True)
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir from its newest complete checkpoint.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the run in --run-dir from its newest complete checkpoint.")
+]
 RequireFp8 = Annotated[bool, typer.Option("--require-fp8", help="Fail when less ran in FP8 than the plan says.")]
 
 
 @app.command()
 def cpt(
-    overrides: Overrides = None, run_dir: RunDir = None, dry_run: DryRun = False, resume: Resume = False, require_fp8: RequireFp8 = False
+    overrides: Overrides = None,
+    run_dir: RunDir = None,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    require_fp8: RequireFp8 = False,
 ) -> None:
     """Continual pre-training: fp8ctl train cpt model.path=FOLDER data.path=FOLDER precision=infir2."""
     _train("train_cpt", overrides or [], run_dir, dry_run, resume, require_fp8)
@@ -25,13 +31,19 @@ def cpt(
 
 @app.command()
 def sft(
-    overrides: Overrides = None, run_dir: RunDir = None, dry_run: DryRun = False, resume: Resume = False, require_fp8: RequireFp8 = False
+    overrides: Overrides = None,
+    run_dir: RunDir = None,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    require_fp8: RequireFp8 = False,
 ) -> None:
     """Supervised fine-tuning: fp8ctl train sft model.path=FOLDER data.path=FOLDER precision=infir2."""
     _train("train_sft", overrides or [], run_dir, dry_run, resume, require_fp8)
 
 
-def _train(command: str, overrides: list[str], run_dir: Path | None, dry_run: bool, resume: bool, require_fp8: bool) -> None:
+def _train(
+    command: str, overrides: list[str], run_dir: Path | None, dry_run: bool, resume: bool, require_fp8: bool
+) -> None:
     from fp8ctl.launch.dry_run import describe_run
     from fp8ctl.launch.job import run_job
     from fp8ctl.launch.progress import TrainProgress

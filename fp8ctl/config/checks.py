@@ -10,7 +10,13 @@ def check_train(config: TrainConfig) -> None:
     """Raises ConfigError with everything that does not fit together in a training run."""
     problems: list[Problem] = []
     if config.model.path is None and config.model.shape is None:
-        problems.append(Problem("model.path", "no model", "set model.path=FOLDER (Hugging Face folder) or model=NAME of conf/model for random weights"))
+        problems.append(
+            Problem(
+                "model.path",
+                "no model",
+                "set model.path=FOLDER (Hugging Face folder) or model=NAME of conf/model for random weights",
+            )
+        )
     if config.data.path is None:
         problems.append(Problem("data.path", "no data", "set data.path=FOLDER, a data set made by `fp8ctl data prep`"))
     if config.model.shape is not None:
@@ -18,7 +24,11 @@ def check_train(config: TrainConfig) -> None:
     problems += _batch(config) + _schedule(config) + _precision(config)
     if config.optim.min_lr > config.optim.peak_lr:
         problems.append(
-            Problem("optim.min_lr", f"{config.optim.min_lr} is above optim.peak_lr = {config.optim.peak_lr}", "set optim.min_lr at or below optim.peak_lr")
+            Problem(
+                "optim.min_lr",
+                f"{config.optim.min_lr} is above optim.peak_lr = {config.optim.peak_lr}",
+                "set optim.min_lr at or below optim.peak_lr",
+            )
         )
     raise_problems(problems)
 
@@ -27,7 +37,9 @@ def check_shape(shape: ModelShape) -> list[Problem]:
     """Sizes that no transformer can have."""
     problems = []
     if shape.num_heads % shape.num_kv_heads:
-        problems.append(Problem("model.shape.num_kv_heads", f"{shape.num_kv_heads} does not divide num_heads = {shape.num_heads}"))
+        problems.append(
+            Problem("model.shape.num_kv_heads", f"{shape.num_kv_heads} does not divide num_heads = {shape.num_heads}")
+        )
     if shape.head_size % 2:
         problems.append(Problem("model.shape.head_size", f"{shape.head_size} is odd; RoPE turns pairs"))
     return problems
@@ -42,7 +54,8 @@ def _batch(config: TrainConfig) -> list[Problem]:
         return [
             Problem(
                 "batch.global_batch_rows",
-                f"{batch.global_batch_rows} is no multiple of micro_batch_rows x ranks = {batch.micro_batch_rows} x {ranks} = {per_micro_step}",
+                f"{batch.global_batch_rows} is no multiple of micro_batch_rows x ranks = "
+                f"{batch.micro_batch_rows} x {ranks} = {per_micro_step}",
                 f"set batch.global_batch_rows={' or '.join(fits)}",
             )
         ]
@@ -62,15 +75,29 @@ def _schedule(config: TrainConfig) -> list[Problem]:
             )
         )
     if schedule.kind != "wsd" and schedule.decay_steps:
-        problems.append(Problem("schedule.decay_steps", f"only the wsd schedule has a decay phase, this is {schedule.kind}", "set schedule.decay_steps=0"))
+        problems.append(
+            Problem(
+                "schedule.decay_steps",
+                f"only the wsd schedule has a decay phase, this is {schedule.kind}",
+                "set schedule.decay_steps=0",
+            )
+        )
     return problems
 
 
 def _precision(config: TrainConfig) -> list[Problem]:
     precision = config.precision
-    wants_fp8 = precision.default == "fp8" or precision.head == "fp8" or any(r.precision == "fp8" for r in precision.rules)
+    wants_fp8 = (
+        precision.default == "fp8" or precision.head == "fp8" or any(r.precision == "fp8" for r in precision.rules)
+    )
     if precision.require_fp8 and not wants_fp8:
-        return [Problem("precision.require_fp8", "FP8 is required but the plan holds none", "choose precision=infir2, or drop --require-fp8")]
+        return [
+            Problem(
+                "precision.require_fp8",
+                "FP8 is required but the plan holds none",
+                "choose precision=infir2, or drop --require-fp8",
+            )
+        ]
     return []
 
 
@@ -82,13 +109,29 @@ def check_data_prep(config: DataPrepConfig) -> None:
     if not config.tokenizer:
         problems.append(Problem("tokenizer", "no tokenizer", "set tokenizer=FOLDER, a Hugging Face model folder"))
     if not config.sources:
-        problems.append(Problem("sources", "no sources", "choose data=cpt_local or data=sft_local and set its paths, see docs/data.md"))
+        problems.append(
+            Problem(
+                "sources", "no sources", "choose data=cpt_local or data=sft_local and set its paths, see docs/data.md"
+            )
+        )
     for i, source in enumerate(config.sources):
         where = f"sources.{i}"
         if source.kind in ("jsonl", "parquet", "text") and not source.paths:
-            problems.append(Problem(f"{where}.paths", f"a {source.kind} source needs files", f"set {where}.paths=[FILES]"))
+            problems.append(
+                Problem(f"{where}.paths", f"a {source.kind} source needs files", f"set {where}.paths=[FILES]")
+            )
         if source.kind == "reasoning_gym" and config.kind == "cpt":
-            problems.append(Problem(f"{where}.kind", "reasoning_gym generates conversations, this is a CPT data set", "set kind=sft"))
+            problems.append(
+                Problem(
+                    f"{where}.kind", "reasoning_gym generates conversations, this is a CPT data set", "set kind=sft"
+                )
+            )
         if source.kind in ("text", "python_stdlib") and config.kind == "sft":
-            problems.append(Problem(f"{where}.kind", f"{source.kind} gives documents, an SFT data set needs conversations", "set kind=cpt"))
+            problems.append(
+                Problem(
+                    f"{where}.kind",
+                    f"{source.kind} gives documents, an SFT data set needs conversations",
+                    "set kind=cpt",
+                )
+            )
     raise_problems(problems)

@@ -56,7 +56,9 @@ def compose(command: str, overrides: Sequence[str] = ()) -> Any:
             tree = hydra_compose(config_name=command, overrides=[o for o in overrides if o not in in_lists])
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as e:
-        raise ConfigError(_first_lines(e), "see `fp8ctl COMMAND --help` and the files of conf/ for what can be set") from None
+        raise ConfigError(
+            _first_lines(e), "see `fp8ctl COMMAND --help` and the files of conf/ for what can be set"
+        ) from None
     finally:
         GlobalHydra.instance().clear()
     for override in in_lists:
@@ -116,7 +118,9 @@ def change(settings: Any, overrides: Sequence[str]) -> Any:
     for text in overrides:
         override = OverridesParser.create().parse_override(text)
         if override.key_or_group in groups():
-            problems.append(Problem(override.key_or_group, "groups can't be chosen again in a stored run", "set the single values"))
+            problems.append(
+                Problem(override.key_or_group, "groups can't be chosen again in a stored run", "set the single values")
+            )
         else:
             OmegaConf.update(tree, override.key_or_group, override.value())
     raise_problems(problems)
@@ -170,20 +174,30 @@ def _check_names(command: str, schema: type[Settings], overrides: Sequence[str])
         try:
             override = parser.parse_override(text)
         except HydraException as e:
-            problems.append(Problem(repr(text), f"not an override: {_first_lines(e)}", "write name=value, for example optim.peak_lr=1e-4"))
+            problems.append(
+                Problem(
+                    repr(text),
+                    f"not an override: {_first_lines(e)}",
+                    "write name=value, for example optim.peak_lr=1e-4",
+                )
+            )
             continue
         name = override.key_or_group
         if not name:
             problems.append(Problem(repr(text), "not an override", "write name=value, for example optim.peak_lr=1e-4"))
         elif override.is_sweep_override():
-            problems.append(Problem(name, "sweeps are not supported here", "give one value, or start one command per value"))
+            problems.append(
+                Problem(name, "sweeps are not supported here", "give one value, or start one command per value")
+            )
         elif name in choices:
             if override.value() not in choices[name] and not isinstance(override.value(), dict):
                 listed = ", ".join(choices[name])
                 problems.append(Problem(name, f"no choice named {override.value()!r}", f"{name} can be {listed}"))
         elif name not in known and name.split(".")[0] not in ("hydra",) and not _inside_list(name, known):
             near = nearest(name, [*known, *choices])
-            problems.append(Problem(name, "unknown setting", f"did you mean {near}?" if near else f"see conf/{command}.yaml"))
+            problems.append(
+                Problem(name, "unknown setting", f"did you mean {near}?" if near else f"see conf/{command}.yaml")
+            )
     raise_problems(problems)
 
 

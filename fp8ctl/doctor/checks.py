@@ -38,16 +38,24 @@ def examine() -> list[Finding]:
     for check in checks:
         try:
             findings.append(check())
-        except Exception as e:  # TransformerEngine alone raises ImportError, RuntimeError and OSError, depending on how it is broken
+        except (
+            Exception
+        ) as e:  # TransformerEngine alone raises ImportError, RuntimeError and OSError, depending on how it is broken
             name = check.__name__.strip("_").replace("_", " ")
-            findings.append(Finding(name, "broken", f"{type(e).__name__}: {e}".splitlines()[0][:200], "reinstall with `make setup`"))
+            findings.append(
+                Finding(name, "broken", f"{type(e).__name__}: {e}".splitlines()[0][:200], "reinstall with `make setup`")
+            )
     return findings
 
 
 def recipes(findings: list[Finding]) -> list[dict[str, str]]:
     """Which recipe runs on which backend here, with the reason."""
     broken = [f.name for f in findings if f.name in ("torch", "FP8 reference") and f.state != "ok"]
-    runs, why = ("no", f"{' and '.join(broken)} not working") if broken else ("yes", "emulated: plain PyTorch, for numerics and tests, no speed claim")
+    runs, why = (
+        ("no", f"{' and '.join(broken)} not working")
+        if broken
+        else ("yes", "emulated: plain PyTorch, for numerics and tests, no speed claim")
+    )
     return [
         {"recipe": "bf16", "backend": "torch", "runs": "no" if "torch" in broken else "yes", "reason": "plain PyTorch"},
         {"recipe": "infir2 and its variants", "backend": "reference", "runs": runs, "reason": why},
@@ -56,7 +64,12 @@ def recipes(findings: list[Finding]) -> list[dict[str, str]]:
 
 def to_json(findings: list[Finding]) -> dict[str, Any]:
     """The whole examination as data."""
-    return {"schema": 1, "findings": [asdict(f) for f in findings], "recipes": recipes(findings), "ok": not faults(findings)}
+    return {
+        "schema": 1,
+        "findings": [asdict(f) for f in findings],
+        "recipes": recipes(findings),
+        "ok": not faults(findings),
+    }
 
 
 def faults(findings: list[Finding]) -> list[Finding]:
@@ -76,13 +89,19 @@ def _package(module: str, distribution: str, name: str, fix: str, *, needed: boo
     try:
         importlib.import_module(module)
     except Exception as e:
-        return Finding(name, "broken", f"{version} does not import: {type(e).__name__}: {e}".splitlines()[0][:200], fix, needed)
+        return Finding(
+            name, "broken", f"{version} does not import: {type(e).__name__}: {e}".splitlines()[0][:200], fix, needed
+        )
     return Finding(name, "ok", version, needed=needed)
 
 
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Finding("python", "ok", version) if sys.version_info >= (3, 11) else Finding("python", "broken", version, "use Python 3.11 or newer")
+    return (
+        Finding("python", "ok", version)
+        if sys.version_info >= (3, 11)
+        else Finding("python", "broken", version, "use Python 3.11 or newer")
+    )
 
 
 def _torch() -> Finding:
@@ -99,7 +118,9 @@ def _gpu() -> Finding:
         return Finding("GPU", "note", "none: everything runs on the CPU, FP8 is emulated", needed=False)
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     memory = torch.cuda.get_device_properties(0).total_memory / _GIB
-    return Finding("GPU", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, {memory:.0f} GiB", needed=False)
+    return Finding(
+        "GPU", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, {memory:.0f} GiB", needed=False
+    )
 
 
 def _fp8_hardware() -> Finding:
@@ -109,7 +130,13 @@ def _fp8_hardware() -> Finding:
         return Finding("FP8 tensor cores", "note", "no GPU", needed=False)
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 9):
-        return Finding("FP8 tensor cores", "absent", f"compute capability {major}.{minor} has none", "use a GPU of capability 8.9 or newer", False)
+        return Finding(
+            "FP8 tensor cores",
+            "absent",
+            f"compute capability {major}.{minor} has none",
+            "use a GPU of capability 8.9 or newer",
+            False,
+        )
     return Finding("FP8 tensor cores", "ok", f"compute capability {major}.{minor}", needed=False)
 
 
@@ -121,7 +148,9 @@ def _fp8_reference() -> Finding:
     x_MK = torch.linspace(-3, 3, 256).reshape(2, 128)
     error = (dequantize(quantize_tile(x_MK)) - x_MK).abs().max().item()
     if error > 3 / 16:  # half a step of E4M3 at 3 is 1/8
-        return Finding("FP8 reference", "broken", f"a round trip is off by {error:.3g}", "report this with `fp8ctl doctor --json`")
+        return Finding(
+            "FP8 reference", "broken", f"a round trip is off by {error:.3g}", "report this with `fp8ctl doctor --json`"
+        )
     return Finding("FP8 reference", "ok", f"quantised a tile and back, largest error {error:.3g} of 3")
 
 
@@ -144,7 +173,12 @@ def _deepspeed() -> Finding:
 def _hydra() -> Finding:
     antlr = _version("antlr4-python3-runtime")
     if not antlr.startswith("4.9."):
-        return Finding("hydra", "broken", f"antlr4-python3-runtime {antlr}; Hydra 1.3 needs 4.9", "pip install antlr4-python3-runtime==4.9.3")
+        return Finding(
+            "hydra",
+            "broken",
+            f"antlr4-python3-runtime {antlr}; Hydra 1.3 needs 4.9",
+            "pip install antlr4-python3-runtime==4.9.3",
+        )
     from fp8ctl.config.compose import compose
 
     compose("train_cpt")
@@ -152,7 +186,9 @@ def _hydra() -> Finding:
 
 
 def _mlflow() -> Finding:
-    return _package("mlflow", "mlflow", "mlflow", "pip install -c constraints.txt mlflow, or run with track=jsonl", needed=False)
+    return _package(
+        "mlflow", "mlflow", "mlflow", "pip install -c constraints.txt mlflow, or run with track=jsonl", needed=False
+    )
 
 
 def _tokenizers() -> Finding:
@@ -172,20 +208,30 @@ def _transformer_engine() -> Finding:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as e:
-        return Finding("transformer-engine", "broken", f"{version} does not import: {type(e).__name__}: {e}".splitlines()[0][:200], fix, needed=False)
+        return Finding(
+            "transformer-engine",
+            "broken",
+            f"{version} does not import: {type(e).__name__}: {e}".splitlines()[0][:200],
+            fix,
+            needed=False,
+        )
     return Finding("transformer-engine", "ok", version, needed=False)
 
 
 def _cores() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS")
-    return Finding("CPU", "ok", f"{cores} cores, OMP_NUM_THREADS={threads or 'unset (ranks get launch.threads_per_rank)'}")
+    return Finding(
+        "CPU", "ok", f"{cores} cores, OMP_NUM_THREADS={threads or 'unset (ranks get launch.threads_per_rank)'}"
+    )
 
 
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free / _GIB
     if free < 5:
-        return Finding("disk", "broken", f"{free:.1f} GiB free here", "free space: a checkpoint takes about 14 bytes per parameter")
+        return Finding(
+            "disk", "broken", f"{free:.1f} GiB free here", "free space: a checkpoint takes about 14 bytes per parameter"
+        )
     return Finding("disk", "ok", f"{free:.0f} GiB free here")
 
 
@@ -195,5 +241,11 @@ def _shared_memory() -> Finding:
         return Finding("shared memory", "note", "no /dev/shm on this system", needed=False)
     free = shutil.disk_usage(path).free / _GIB
     if free < 0.5:
-        return Finding("shared memory", "broken", f"{free:.2f} GiB in /dev/shm", "make it larger (`docker run --shm-size=8g`)", needed=False)
+        return Finding(
+            "shared memory",
+            "broken",
+            f"{free:.2f} GiB in /dev/shm",
+            "make it larger (`docker run --shm-size=8g`)",
+            needed=False,
+        )
     return Finding("shared memory", "ok", f"{free:.1f} GiB in /dev/shm", needed=False)

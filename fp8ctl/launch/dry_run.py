@@ -26,7 +26,14 @@ def describe_run(config: TrainConfig) -> RenderableType:
     shape = model_shape(config)
     assert config.data.path is not None, "check_train asks for it"
     check_data(Manifest.read(config.data.path), config, shape)
-    loader = Loader(config.data.path, data=config.data, batch=config.batch, seed=config.seed, rank=0, world_size=config.launch.num_ranks)
+    loader = Loader(
+        config.data.path,
+        data=config.data,
+        batch=config.batch,
+        seed=config.seed,
+        rank=0,
+        world_size=config.launch.num_ranks,
+    )
     with torch.device("meta"):
         plan = make_plan(Transformer(shape), config.precision)
     backend = choose_backend(config.precision.backend)
@@ -37,12 +44,19 @@ def describe_run(config: TrainConfig) -> RenderableType:
     table.add_row("weights", config.model.path or f"random, seed {config.seed}")
     table.add_row(
         "batch",
-        f"{batch.global_batch_rows} rows x {batch.seq_len_tokens:,} tokens = {batch.micro_batch_rows} rows x {config.launch.num_ranks} ranks"
+        f"{batch.global_batch_rows} rows x {batch.seq_len_tokens:,} tokens = {batch.micro_batch_rows} rows"
+        f" x {config.launch.num_ranks} ranks"
         f" x {accum} accumulation steps",
     )
-    table.add_row("length", f"{config.loop.num_steps:,} steps, {config.loop.num_steps * batch.global_batch_rows * batch.seq_len_tokens:,} positions")
+    table.add_row(
+        "length",
+        f"{config.loop.num_steps:,} steps, {config.loop.num_steps * batch.global_batch_rows * batch.seq_len_tokens:,} positions",
+    )
     for name, value in loader.describe().items():
-        table.add_row(f"data: {name.replace('_', ' ')}", f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value))
+        table.add_row(
+            f"data: {name.replace('_', ' ')}",
+            f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value),
+        )
     table.add_row("precision", plan.summary())
     table.add_row("backend", f"{backend.name}: {backend.reason}")
     table.add_row("deepspeed", json.dumps(deepspeed_config(config, world_size=config.launch.num_ranks)))

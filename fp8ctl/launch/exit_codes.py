@@ -11,7 +11,10 @@ from fp8ctl.paths import RunPaths
 _OUT_OF_MEMORY = "lower batch.micro_batch_rows or batch.seq_len_tokens, turn on engine.activation_checkpointing, or raise engine.zero_stage"
 _BY_SIGNAL = {
     signal.SIGKILL: ("killed (signal 9), most often by the system for want of memory", _OUT_OF_MEMORY),
-    signal.SIGBUS: ("bus error (signal 7), most often for want of shared memory", "make /dev/shm larger (`docker run --shm-size=8g`)"),
+    signal.SIGBUS: (
+        "bus error (signal 7), most often for want of shared memory",
+        "make /dev/shm larger (`docker run --shm-size=8g`)",
+    ),
     signal.SIGSEGV: ("crashed in native code (signal 11)", "run `fp8ctl doctor`; look for mismatched library versions"),
     signal.SIGABRT: ("aborted by a library (signal 6)", "the last lines of the rank's log say by which one"),
 }

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ _POLL_S = 0.3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def command(config: TrainConfig, paths: RunPaths, resume_from: Path | None = None, port: int | None = None) -> list[str]:
+def command(
+    config: TrainConfig, paths: RunPaths, resume_from: Path | None = None, port: int | None = None
+) -> list[str]:
     """The command line that starts all ranks of this node."""
     world = {"localhost": _devices(config.launch.num_ranks)}
     line = [sys.executable, "-m", "deepspeed.launcher.launch"]
@@ -102,7 +104,13 @@ def _conclude(paths: RunPaths, launcher_code: int, stop_signal: int | None) -> i
     if stop_signal is not None and not list(paths.logs.glob("rank-*.error.json")):
         name = signal.Signals(stop_signal).name
         kept = "the last checkpoint is whole" if any(paths.checkpoints.glob("step-*")) else "no checkpoint was made"
-        write_status(paths, "preempted", step=step, cause=f"{name} before the ranks could save; {kept}", exit_code=128 + stop_signal)
+        write_status(
+            paths,
+            "preempted",
+            step=step,
+            cause=f"{name} before the ranks could save; {kept}",
+            exit_code=128 + stop_signal,
+        )
         return 128 + stop_signal
     cause, hint, code = cause_of_death(paths, launcher_code)
     write_status(paths, "failed", step=step, cause=cause, hint=hint, exit_code=code)
@@ -167,10 +175,8 @@ def rank_processes(launcher_pid: int) -> list[Any]:
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def free_port() -> int:

@@ -81,7 +81,11 @@ class _Tail:
 
 
 def _figures(line: dict[str, Any]) -> str:
-    parts = [f"loss {_number(line['loss'], '.4f')}", f"grad norm {_number(line['grad_norm'], '.2f')}", f"lr {line['lr']:.1e}"]
+    parts = [
+        f"loss {_number(line['loss'], '.4f')}",
+        f"grad norm {_number(line['grad_norm'], '.2f')}",
+        f"lr {line['lr']:.1e}",
+    ]
     if line.get("validation_loss") is not None:
         parts.insert(1, f"validation {_number(line['validation_loss'], '.4f')}")
     parts += [f"{line['step_time_s']:.2f} s", f"{line['tokens_per_second']:,.0f} tok/s"]

@@ -14,10 +14,20 @@ from fp8ctl.paths import RunPaths
 from fp8ctl.track.checkpoints import complete_checkpoints, find_weights
 
 RUNS_ROOT = Path("runs")
-_CHANGEABLE_ON_RESUME = ("loop.", "monitor.", "track.", "launch.threads_per_rank", "launch.grace_s", "launch.collective_timeout_s", "precision.require_fp8")
+_CHANGEABLE_ON_RESUME = (
+    "loop.",
+    "monitor.",
+    "track.",
+    "launch.threads_per_rank",
+    "launch.grace_s",
+    "launch.collective_timeout_s",
+    "precision.require_fp8",
+)
 
 
-def settings_for(command: str, overrides: Sequence[str], *, run_dir: Path | None, resume: bool, require_fp8: bool) -> TrainConfig:
+def settings_for(
+    command: str, overrides: Sequence[str], *, run_dir: Path | None, resume: bool, require_fp8: bool
+) -> TrainConfig:
     """Settings of a new run, of a run folder that holds only its config.yaml, or of a run to continue.
 
     Raises:
@@ -42,7 +52,9 @@ def settings_for(command: str, overrides: Sequence[str], *, run_dir: Path | None
     if run_dir:
         config = config.model_copy(update={"run_dir": str(run_dir)})
     if config.model.path is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(_weights(Path(config.model.path)))})})
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"path": str(_weights(Path(config.model.path)))})}
+        )
     check_train(config)
     return config
 
@@ -84,7 +96,9 @@ def resume_run(config: TrainConfig) -> tuple[RunPaths, Path]:
     paths = RunPaths(Path(config.run_dir).resolve())
     checkpoints = complete_checkpoints(paths)
     if not checkpoints:
-        raise CheckpointError(f"nothing to resume: no complete checkpoint in {paths.checkpoints}", "start the run anew in another folder")
+        raise CheckpointError(
+            f"nothing to resume: no complete checkpoint in {paths.checkpoints}", "start the run anew in another folder"
+        )
     _write_config(config.model_copy(update={"run_dir": str(paths.root)}), paths)
     return paths, checkpoints[-1]
 
@@ -105,7 +119,8 @@ def _refuse_new_identity(overrides: Sequence[str]) -> None:
     fixed = [n for n in names if not n.startswith(_CHANGEABLE_ON_RESUME)]
     if fixed:
         raise ConfigError(
-            f"{', '.join(fixed)} can't change when a run is resumed", "only loop, monitor and track settings can; start a new run for the rest"
+            f"{', '.join(fixed)} can't change when a run is resumed",
+            "only loop, monitor and track settings can; start a new run for the rest",
         )
 
 
@@ -114,4 +129,7 @@ def _weights(path: Path) -> Path:
     try:
         return find_weights(path).resolve()
     except CheckpointError as e:
-        raise ModelError(f"model.path: {e.message}", "give a Hugging Face folder or a run folder; `fp8ctl model import` makes one from a GGUF file") from None
+        raise ModelError(
+            f"model.path: {e.message}",
+            "give a Hugging Face folder or a run folder; `fp8ctl model import` makes one from a GGUF file",
+        ) from None

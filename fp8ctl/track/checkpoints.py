@@ -35,6 +35,8 @@ def find_weights(source: Path) -> Path:
         checkpoints = complete_checkpoints(RunPaths(source))
         if checkpoints:
             return checkpoints[-1] / WEIGHTS
-        raise CheckpointError(f"no complete checkpoint in {source}", "let the run reach its first loop.save_every_steps, or its end")
+        raise CheckpointError(
+            f"no complete checkpoint in {source}", "let the run reach its first loop.save_every_steps, or its end"
+        )
     what = "holds no model" if source.exists() else "does not exist"
     raise CheckpointError(f"{source} {what}", "give a run folder, a checkpoint folder or a Hugging Face folder")

@@ -53,7 +53,9 @@ class StepStats:
 
     def to_line(self) -> dict[str, Any]:
         """The object that goes into metrics.jsonl."""
-        line = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("sample_ids", "is_finite") and v is not None}
+        line = {
+            k: v for k, v in dataclasses.asdict(self).items() if k not in ("sample_ids", "is_finite") and v is not None
+        }
         return {**line, "time": round(time.time(), 3)}
 
 
@@ -90,7 +92,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             out.append(_restore(json.loads(line)))
         except json.JSONDecodeError:
             if number < len(lines) - 1:
-                raise DataError(f"{path} line {number} is not JSON", "the file was changed by hand or by a broken disk") from None
+                raise DataError(
+                    f"{path} line {number} is not JSON", "the file was changed by hand or by a broken disk"
+                ) from None
     return out
 
 
@@ -155,11 +159,21 @@ class RunRecord:
         return [self.json(p) for p in sorted(self.paths.eval.glob("*/result.json"))]
 
 
-def write_status(paths: RunPaths, state: State, *, step: int, cause: str = "", hint: str = "", exit_code: int | None = None) -> None:
+def write_status(
+    paths: RunPaths, state: State, *, step: int, cause: str = "", hint: str = "", exit_code: int | None = None
+) -> None:
     """Writes status.json: the only thing that says how a run ended."""
     write_json(
         paths.status,
-        {"state": state, "step": step, "cause": cause, "hint": hint, "exit_code": exit_code, "time": round(time.time(), 3), "pid": os.getpid()},
+        {
+            "state": state,
+            "step": step,
+            "cause": cause,
+            "hint": hint,
+            "exit_code": exit_code,
+            "time": round(time.time(), 3),
+            "pid": os.getpid(),
+        },
     )
 
 

@@ -94,7 +94,9 @@ def train_step(
     for microbatch in microbatches:
         batch = microbatch.to(dist.device)
         with timer.phase("forward"):
-            loss = engine.forward(batch.input_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen, labels_T=batch.labels_T)
+            loss = engine.forward(
+                batch.input_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen, labels_T=batch.labels_T
+            )
         with timer.phase("backward"):
             engine.backward(loss, num_trainable=max(trainable, 1))
         loss_sum += loss.detach().double()
@@ -104,7 +106,9 @@ def train_step(
     (total_loss,) = dist.all_reduce_floats([loss_sum.item()])
     mean_loss = total_loss / max(trainable, 1)
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
-    not_finite, stop, memory = dist.all_reduce_floats([not finite, parts.stop_requested(), peak_memory_bytes(dist.device)], op="max")
+    not_finite, stop, memory = dist.all_reduce_floats(
+        [not finite, parts.stop_requested(), peak_memory_bytes(dist.device)], op="max"
+    )
 
     stats = StepStats(
         step=step,
@@ -150,7 +154,9 @@ def validate(parts: Parts) -> float | None:
     totals = torch.zeros(2, dtype=torch.float64)
     for microbatch in parts.validation:
         batch = microbatch.to(parts.dist.device)
-        loss = parts.engine.forward(batch.input_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen, labels_T=batch.labels_T)
+        loss = parts.engine.forward(
+            batch.input_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen, labels_T=batch.labels_T
+        )
         totals += torch.tensor([loss.item(), batch.num_trainable], dtype=torch.float64)
     loss_sum, trainable = parts.dist.all_reduce_floats(totals.tolist())
     return loss_sum / trainable if trainable else None

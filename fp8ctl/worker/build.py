@@ -46,10 +46,13 @@ def model_shape(config: TrainConfig) -> ModelShape:
     if config.model.shape is not None:
         wanted, found = config.model.shape.model_dump(), shape.model_dump()
         ignored = ("init_std", "max_positions")  # neither changes what the weights compute
-        differing = [f"{k} {found[k]} (settings: {wanted[k]})" for k in wanted if k not in ignored and wanted[k] != found[k]]
+        differing = [
+            f"{k} {found[k]} (settings: {wanted[k]})" for k in wanted if k not in ignored and wanted[k] != found[k]
+        ]
         if differing:
             raise ModelError(
-                f"model.path is not a {config.model.name}: {', '.join(differing[:3])}", "drop model=..., the folder knows its own shape"
+                f"model.path is not a {config.model.name}: {', '.join(differing[:3])}",
+                "drop model=..., the folder knows its own shape",
             )
     return shape
 
@@ -78,11 +81,19 @@ def build_data(config: TrainConfig, shape: ModelShape, dist: Dist) -> tuple[Load
     assert config.data.path is not None, "checks.check_train asks for it"
     path = Path(config.data.path)
     check_data(Manifest.read(path), config, shape)
-    loader = Loader(path, data=config.data, batch=config.batch, seed=config.seed, rank=dist.rank, world_size=dist.world_size)
+    loader = Loader(
+        path, data=config.data, batch=config.batch, seed=config.seed, rank=dist.rank, world_size=dist.world_size
+    )
     if not config.loop.validation_rows or not Manifest.read(path).has_split("validation"):
         return loader, []
     held_out = Loader(
-        path, data=config.data, batch=config.batch, seed=config.seed, rank=dist.rank, world_size=dist.world_size, split="validation"
+        path,
+        data=config.data,
+        batch=config.batch,
+        seed=config.seed,
+        rank=dist.rank,
+        world_size=dist.world_size,
+        split="validation",
     )
     return loader, held_out.fixed_batches(config.loop.validation_rows)
 
@@ -90,7 +101,10 @@ def build_data(config: TrainConfig, shape: ModelShape, dist: Dist) -> tuple[Load
 def check_data(manifest: Manifest, config: TrainConfig, shape: ModelShape) -> None:
     """Refuses data that this run can't be meant for, before anything is built."""
     if manifest.kind != config.stage:
-        raise DataError(f"{config.data.path} was prepared for {manifest.kind}, this run is {config.stage}", f"run `fp8ctl train {manifest.kind}`")
+        raise DataError(
+            f"{config.data.path} was prepared for {manifest.kind}, this run is {config.stage}",
+            f"run `fp8ctl train {manifest.kind}`",
+        )
     if manifest.max_token_id >= shape.vocab_size:
         raise DataError(
             f"{config.data.path} holds token {manifest.max_token_id:,}, the model's vocabulary has {shape.vocab_size:,}",
@@ -105,7 +119,11 @@ def check_data(manifest: Manifest, config: TrainConfig, shape: ModelShape) -> No
 
 def random_state() -> dict[str, object]:
     """This rank's random number generators; part of its share of a checkpoint."""
-    state: dict[str, object] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    state: dict[str, object] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state

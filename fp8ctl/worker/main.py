@@ -20,7 +20,7 @@ from fp8ctl.config.compose import load
 from fp8ctl.config.schema import TrainConfig
 from fp8ctl.errors import Fp8ctlError
 from fp8ctl.paths import RunPaths
-from fp8ctl.track.record import log_event, write_json, write_status
+from fp8ctl.track.record import write_json, write_status
 
 
 class StopSignal:
@@ -89,7 +89,8 @@ def _leave_cause(paths: RunPaths, rank: int, error: BaseException) -> None:
         message, hint, code = f"{type(error).__name__}: {error}".strip().splitlines()[0], _hint(error), 1
     try:
         write_json(
-            paths.rank_error(rank), {"rank": rank, "time": time.time(), "message": message, "hint": hint, "exit_code": code}
+            paths.rank_error(rank),
+            {"rank": rank, "time": time.time(), "message": message, "hint": hint, "exit_code": code},
         )
     except OSError:
         print(f"could not write {paths.rank_error(rank)}: {message}", file=sys.stderr)

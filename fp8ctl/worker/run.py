@@ -19,8 +19,8 @@ from fp8ctl.monitor.layer_stats import LayerStats
 from fp8ctl.monitor.monitor import StabilityMonitor
 from fp8ctl.monitor.policy import Decision
 from fp8ctl.paths import RunPaths
-from fp8ctl.precision.coverage import check_required, coverage, load_counters, save_counters
 from fp8ctl.precision.apply import fp8_linears
+from fp8ctl.precision.coverage import check_required, coverage, load_counters, save_counters
 from fp8ctl.track.environment import collect_environment
 from fp8ctl.track.record import StepStats, log_event, write_json
 from fp8ctl.track.sinks import Tracker
@@ -49,12 +49,20 @@ def run(config: TrainConfig, paths: RunPaths, stop: StopSignal, resume_from: Pat
     tracker = None
     if dist.rank == 0:
         _write_provenance(config, paths, dist, planned, state)
-        tracker = Tracker(paths, config.track, run_name=config.name or paths.root.name, params=config.model_dump(mode="json"), tags=_tags(config, planned))
+        tracker = Tracker(
+            paths,
+            config.track,
+            run_name=config.name or paths.root.name,
+            params=config.model_dump(mode="json"),
+            tags=_tags(config, planned),
+        )
         if resume_from is not None:
             log_event(paths, "resumed", state.step, checkpoint=resume_from.name)
 
     layer_stats = LayerStats(
-        fp8_linears(planned.model), paths.layers if dist.rank == 0 else None, every_steps=config.monitor.layer_stats_every_steps
+        fp8_linears(planned.model),
+        paths.layers if dist.rank == 0 else None,
+        every_steps=config.monitor.layer_stats_every_steps,
     )
     parts = Parts(
         model=planned.model, engine=engine, dist=dist, loader=loader, validation=validation, monitor=monitor, layer_stats=layer_stats,
@@ -91,10 +99,16 @@ def _record(tracker: Tracker | None, paths: RunPaths, stats: StepStats, decision
         log_event(paths, "monitor", stats.step, **decision.to_json())
 
 
-def _write_provenance(config: TrainConfig, paths: RunPaths, dist: Dist, planned: PlannedModel, state: LoopState) -> None:
+def _write_provenance(
+    config: TrainConfig, paths: RunPaths, dist: Dist, planned: PlannedModel, state: LoopState
+) -> None:
     backend = planned.backend
     environment = collect_environment(
-        {"device": dist.device.type, "gpu": torch.cuda.get_device_name() if dist.device.type == "cuda" else None, "ranks": dist.world_size}
+        {
+            "device": dist.device.type,
+            "gpu": torch.cuda.get_device_name() if dist.device.type == "cuda" else None,
+            "ranks": dist.world_size,
+        }
     )
     write_json(paths.env, {**environment, "backend": {"name": backend.name, "reason": backend.reason}})
     write_json(paths.plan, planned.plan.to_json())
@@ -103,16 +117,34 @@ def _write_provenance(config: TrainConfig, paths: RunPaths, dist: Dist, planned:
 
 
 def _tags(config: TrainConfig, planned: PlannedModel) -> dict[str, str]:
-    return {"stage": config.stage, "model": config.model.name, "recipe": planned.plan.summary(), "backend": planned.backend.name}
+    return {
+        "stage": config.stage,
+        "model": config.model.name,
+        "recipe": planned.plan.summary(),
+        "backend": planned.backend.name,
+    }
 
 
 def _save(
-    state: LoopState, paths: RunPaths, engine: Engine, planned: PlannedModel, loader: Any, monitor: StabilityMonitor, config: TrainConfig, dist: Dist
+    state: LoopState,
+    paths: RunPaths,
+    engine: Engine,
+    planned: PlannedModel,
+    loader: Any,
+    monitor: StabilityMonitor,
+    config: TrainConfig,
+    dist: Dist,
 ) -> None:
     folder = paths.checkpoint(state.step)
 
     def write_weights(weights: dict[str, torch.Tensor], target: Path) -> None:
-        save_hf(weights, planned.shape, target, tokenizer_from=Path(config.model.path) if config.model.path else None, dtype=torch.bfloat16)
+        save_hf(
+            weights,
+            planned.shape,
+            target,
+            tokenizer_from=Path(config.model.path) if config.model.path else None,
+            dtype=torch.bfloat16,
+        )
 
     save_checkpoint(
         engine, folder,
@@ -129,7 +161,13 @@ def _save(
 
 
 def _resume(
-    checkpoint: Path, engine: Engine, planned: PlannedModel, loader: Any, monitor: StabilityMonitor, config: TrainConfig, dist: Dist
+    checkpoint: Path,
+    engine: Engine,
+    planned: PlannedModel,
+    loader: Any,
+    monitor: StabilityMonitor,
+    config: TrainConfig,
+    dist: Dist,
 ) -> LoopState:
     client_state, rank_state = load_checkpoint(engine, checkpoint, shape=planned.shape.model_dump(mode="json"))
     loader.load_state_dict(client_state["loader"])

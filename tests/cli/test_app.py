@@ -20,13 +20,29 @@ def test_version_and_help() -> None:
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        (["train", "cpt", "optim.peek_lr=1"], "error: optim.peek_lr: unknown setting", "hint: did you mean optim.peak_lr?"),
-        (["train", "cpt", "precision=fp9"], "error: precision: no choice named 'fp9'", "hint: precision can be bf16, infir2"),
+        (
+            ["train", "cpt", "optim.peek_lr=1"],
+            "error: optim.peek_lr: unknown setting",
+            "hint: did you mean optim.peak_lr?",
+        ),
+        (
+            ["train", "cpt", "precision=fp9"],
+            "error: precision: no choice named 'fp9'",
+            "hint: precision can be bf16, infir2",
+        ),
         (["train", "cpt", "optim.peak_lr=fast"], "error: optim.peak_lr: input should be a valid number", ""),
         (["train", "cpt", "model=tiny"], "error: data.path: no data", "hint: set data.path=FOLDER"),
-        (["train", "cpt", "model.path=/nowhere", "data.path=x"], "error: model.path: /nowhere does not exist", "hint: give a Hugging Face folder"),
+        (
+            ["train", "cpt", "model.path=/nowhere", "data.path=x"],
+            "error: model.path: /nowhere does not exist",
+            "hint: give a Hugging Face folder",
+        ),
         (["train", "cpt", "--resume"], "error: --resume needs the run", "hint: add --run-dir"),
-        (["train", "cpt", "--resume", "--run-dir", "nothing-here"], "error: nothing to resume: no run in nothing-here", "hint: "),
+        (
+            ["train", "cpt", "--resume", "--run-dir", "nothing-here"],
+            "error: nothing to resume: no run in nothing-here",
+            "hint: ",
+        ),
         (["data", "prep", "source=python_stdlib"], "out: no folder to write to", "tokenizer=FOLDER"),
         (["report", "nothing-here"], "error: no run folder: nothing-here", "hint: give the folder"),
         (["monitor", "show", "nothing-here"], "error: no run folder: nothing-here", "hint: give the folder"),

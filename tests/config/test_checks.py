@@ -11,16 +11,27 @@ GOOD = ["model=tiny", "data.path=/data"]
 
 def test_a_sound_run_passes() -> None:
     check_train(compose("train_cpt", GOOD))
-    check_train(compose("train_cpt", [*GOOD, "launch.num_ranks=2", "batch.global_batch_rows=4", "precision=infir2", "precision.require_fp8=true"]))
+    check_train(
+        compose(
+            "train_cpt",
+            [
+                *GOOD,
+                "launch.num_ranks=2",
+                "batch.global_batch_rows=4",
+                "precision=infir2",
+                "precision.require_fp8=true",
+            ],
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message", "hint"),
     [
-        (["batch.global_batch_rows=3", "batch.micro_batch_rows=2"], "3 is no multiple of micro_batch_rows x ranks = 2 x 1 = 2", "set batch.global_batch_rows=2 or 4"),
+        (["batch.global_batch_rows=3", "batch.micro_batch_rows=2"], "micro_batch_rows x ranks = 2 x 1 = 2", "set batch.global_batch_rows=2 or 4"),
         (["batch.global_batch_rows=1", "launch.num_ranks=2"], "1 is no multiple", "set batch.global_batch_rows=2"),
-        (["schedule.warmup_steps=90", "schedule.decay_steps=20", "loop.num_steps=100"], "warm-up 90 + decay 20 steps are more than loop.num_steps = 100", "shorten"),
-        (["schedule=cosine", "schedule.decay_steps=5"], "only the wsd schedule has a decay phase, this is cosine", "schedule.decay_steps=0"),
+        (["schedule.warmup_steps=90", "schedule.decay_steps=20", "loop.num_steps=100"], "warm-up 90 + decay 20 steps are more", "shorten"),
+        (["schedule=cosine", "schedule.decay_steps=5"], "only the wsd schedule has a decay", "decay_steps=0"),
         (["precision.require_fp8=true"], "FP8 is required but the plan holds none", "precision=infir2"),
         (["optim.min_lr=1"], "1.0 is above optim.peak_lr = 0.0001", "optim.min_lr"),
         (["model.shape.num_kv_heads=3"], "3 does not divide num_heads = 4", None),

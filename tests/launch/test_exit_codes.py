@@ -45,7 +45,9 @@ def test_a_kill_for_memory_is_named_from_the_launchers_log(paths) -> None:
     assert code == 1
 
 
-@pytest.mark.parametrize(("launcher_code", "word"), [(135, "bus error"), (139, "crashed in native code"), (134, "aborted"), (143, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("launcher_code", "word"), [(135, "bus error"), (139, "crashed in native code"), (134, "aborted"), (143, "SIGTERM")]
+)
 def test_signals_in_exit_codes_are_read(paths, launcher_code, word) -> None:
     assert word in cause_of_death(paths, launcher_code)[0]
 
