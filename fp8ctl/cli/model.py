@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fp8ctl.cli.console import say
+from fp8ctl.cli.progress import progress
 
 app = typer.Typer(help="Bring models in.", no_args_is_help=True)
 
@@ -25,5 +26,6 @@ def import_(
     """Turns a GGUF file or a Hugging Face folder into a training-ready Hugging Face folder."""
     from fp8ctl.model.gguf import import_model
 
-    import_model(src, dst, progress=say)
+    with progress("import") as report:
+        import_model(src, dst, progress=report)
     say(f"model written to {dst}")

@@ -52,7 +52,7 @@ def main() -> None:
         config = load(TrainConfig, paths.config)
         from fp8ctl.worker.run import run
 
-        finished, step = run(config, paths, stop, args.resume_from)
+        finished, step = run(config, paths, stop.requested, args.resume_from)
     except BaseException as error:  # also SystemExit from libraries: a rank never dies without a word
         _leave_cause(paths, rank, error)
         # Not sys.exit: other threads and collectives may wait for ranks that are gone.

@@ -1,0 +1,55 @@
+"""What a run records about itself before the first step: machine, versions, backend, plan, and where its metrics go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8ctl.config.schema import TrainConfig
+from fp8ctl.engine.dist import Dist
+from fp8ctl.paths import RunPaths
+from fp8ctl.track.environment import collect_environment
+from fp8ctl.track.record import log_event, write_json
+from fp8ctl.track.sinks import Tracker
+from fp8ctl.worker.build import PlannedModel
+
+
+def write_provenance(
+    config: TrainConfig, paths: RunPaths, dist: Dist, planned: PlannedModel, *, step: int, resumed_from: Path | None
+) -> None:
+    """Writes env.json and plan.json, and the events that say what was chosen."""
+    backend = {"name": planned.backend.name, "reason": planned.backend.reason}
+    facts = {"device": dist.device.type, "ranks": dist.world_size, "dtype": config.engine.dtype, "backend": backend}
+    write_json(paths.env, {**collect_environment(gpus=_gpus(dist)), **facts})
+    write_json(paths.plan, planned.plan.to_json())
+    print(planned.plan.summary(), file=sys.stderr)
+    log_event(paths, "backend", step, **backend, plan=planned.plan.summary())
+    if resumed_from is not None:
+        log_event(paths, "resumed", step, checkpoint=resumed_from.name)
+
+
+def open_tracker(config: TrainConfig, paths: RunPaths, planned: PlannedModel) -> Tracker:
+    """The run's metrics writer; its MLflow run carries the settings as parameters."""
+    tags = {
+        "stage": config.stage,
+        "model": config.model.name,
+        "plan": planned.plan.summary(),
+        "backend": planned.backend.name,
+    }
+    return Tracker(
+        paths,
+        config.track,
+        run_name=config.name or paths.root.name,
+        params=config.model_dump(mode="json"),
+        tags=tags,
+    )
+
+
+def _gpus(dist: Dist) -> list[dict[str, Any]]:
+    if dist.device.type != "cuda":
+        return []
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"} for p in properties]
