@@ -1,0 +1,105 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fp8ctl.config.constants import IGNORE_INDEX
+from fp8ctl.model import loss
+from fp8ctl.model.loss import cross_entropy_sum
+
+V, D, T = 101, 16, 40
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(5)
+    hidden = torch.randn(T, D, requires_grad=True)
+    head = nn.Linear(D, V, bias=False)
+    labels = torch.randint(0, V, (T,))
+    labels[torch.rand(T) < 0.3] = IGNORE_INDEX
+    return hidden, head, labels
+
+
+def reference(hidden, head, labels):
+    total = functional.cross_entropy(head(hidden).float(), labels, reduction="sum", ignore_index=IGNORE_INDEX)
+    return total, *torch.autograd.grad(total, [hidden, head.weight])
+
+
+@pytest.mark.parametrize("chunk_tokens", [T, 1000, 16, 7, 1])
+@pytest.mark.parametrize("block_bytes", [2**20, 4 * V * 3])
+def test_value_and_gradients_equal_pytorchs(problem, chunk_tokens, block_bytes, monkeypatch):
+    monkeypatch.setitem(loss._BLOCK_BYTES, "cpu", block_bytes)
+    hidden, head, labels = problem
+    expected, expected_hidden, expected_weight = reference(hidden, head, labels)
+    total = cross_entropy_sum(hidden, head, labels, chunk_tokens=chunk_tokens)
+    assert total.dtype == torch.float32 and total.shape == ()
+    assert torch.allclose(total, expected, rtol=1e-6)
+    grad_hidden, grad_weight = torch.autograd.grad(total / 3, [hidden, head.weight])
+    assert torch.allclose(grad_hidden, expected_hidden / 3, atol=1e-6)
+    assert torch.allclose(grad_weight, expected_weight / 3, atol=1e-6)
+    assert grad_hidden[labels == IGNORE_INDEX].count_nonzero() == 0
+
+
+def test_bf16_logits_give_an_fp32_sum_and_bf16_gradients(problem):
+    hidden, head, labels = problem
+    head, hidden = head.bfloat16(), hidden.detach().bfloat16().requires_grad_()
+    expected, expected_hidden, _ = reference(hidden, head, labels)
+    total = cross_entropy_sum(hidden, head, labels, chunk_tokens=T)
+    assert torch.allclose(total, expected, rtol=1e-6)
+    total.backward()
+    assert hidden.grad.dtype == torch.bfloat16
+    assert (hidden.grad - expected_hidden).float().norm() < 5e-3 * expected_hidden.float().norm()
+
+
+def test_any_callable_is_a_head(problem):
+    hidden, head, labels = problem
+    tied = cross_entropy_sum(hidden, lambda h: functional.linear(h, head.weight), labels, chunk_tokens=7)
+    assert torch.equal(tied, cross_entropy_sum(hidden, head, labels, chunk_tokens=7))
+
+
+def test_without_trained_labels_the_loss_and_its_gradient_are_zero(problem):
+    hidden, head, labels = problem
+    total = cross_entropy_sum(hidden, head, torch.full_like(labels, IGNORE_INDEX), chunk_tokens=16)
+    total.backward()
+    assert total == 0
+    assert head.weight.grad.count_nonzero() == 0
+
+
+def test_an_untrained_position_brings_in_no_nan(problem):
+    hidden, head, labels = problem
+    untrained = int((labels == IGNORE_INDEX).nonzero()[0])
+    broken = hidden.detach().clone()
+    broken[untrained] = float("nan")
+    broken.requires_grad_()
+    total = cross_entropy_sum(broken, head, labels, chunk_tokens=T)
+    assert torch.allclose(total, reference(hidden, head, labels)[0], rtol=1e-6)
+    total.backward()
+    assert broken.grad.isfinite().all()
+
+
+def test_large_logits_do_not_overflow():
+    logits = torch.tensor([[3e4, 0.0, -3e4]], requires_grad=True)
+    total = cross_entropy_sum(logits, lambda x: x, torch.tensor([1]), chunk_tokens=8)
+    total.backward()
+    assert total == 3e4
+    assert torch.equal(logits.grad, torch.tensor([[1.0, -1.0, 0.0]]))
+
+
+def test_the_head_runs_as_often_whatever_the_labels_are(problem):
+    """Under ZeRO-3 the call gathers weights on all ranks: ranks with other labels must call it as often."""
+    hidden, head, labels = problem
+    calls = []
+    head.register_forward_pre_hook(lambda _m, args: calls.append(len(args[0])))
+    for some in (labels, torch.full_like(labels, IGNORE_INDEX)):
+        cross_entropy_sum(hidden, head, some, chunk_tokens=16).backward()
+    assert calls == [16, 16, 8, 8, 16, 16] * 2 or calls == [16, 16, 8] * 4 or sorted(calls) == sorted([16, 16, 8] * 4)
+
+
+def test_logits_of_one_chunk_at_most_exist_at_once(problem):
+    """Between forward and backward nothing as long as the vocabulary is kept."""
+    hidden, head, labels = problem
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        total = cross_entropy_sum(hidden, head, labels, chunk_tokens=10)
+    assert total.requires_grad
+    assert not [s for s in kept if s[-1:] == (V,)]
