@@ -63,9 +63,7 @@ def set_precision(model: nn.Module, fqn: str, precision: Precision) -> None:
     """
     layers = fp8_linears(model)
     if fqn not in layers:
-        raise PrecisionError(
-            f"no linear {fqn!r} to set to {precision}{nearest(fqn, layers)}", "use a name from plan.json"
-        )
+        raise PrecisionError(f"no linear {fqn!r}{nearest(fqn, layers)}", "use a name from plan.json")
     if precision not in PRECISIONS:
         raise PrecisionError(f"no precision {precision!r}", f"use {' or '.join(PRECISIONS)}")
     layers[fqn].precision = precision
@@ -75,7 +73,7 @@ def _check_fits(model: nn.Module, plan: PrecisionPlan, config: PrecisionConfig) 
     if plan.recipe != config.recipe:
         raise PrecisionError(
             f"the plan's recipe {plan.recipe.name!r} is not that of the settings, {config.recipe.name!r}",
-            "make the plan anew",
+            "make the plan anew from these settings",
         )
     found = {fqn: (m.out_features, m.in_features) for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
     tied = {fqn for fqn, m in model.named_modules() if is_tied_head(m)}
