@@ -47,13 +47,13 @@ def compose(command: str, overrides: Sequence[str] = ()) -> Any:
 
     schema = COMMANDS[command]
     _check_names(command, schema, overrides)
-    in_lists = [o for o in overrides if _inside_list(o.split("=", 1)[0], dotted_names(schema))]
+    not_hydra = [o for o in overrides if _is_out_of_reach(o.split("=", 1)[0], schema)]
     # Tuples become lists: OmegaConf knows no tuples.
     ConfigStore.instance().store(name=f"{command}_schema", node=OmegaConf.create(schema().model_dump(mode="json")))
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            tree = hydra_compose(config_name=command, overrides=[o for o in overrides if o not in in_lists])
+            tree = hydra_compose(config_name=command, overrides=[o for o in overrides if o not in not_hydra])
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError(
@@ -61,8 +61,8 @@ def compose(command: str, overrides: Sequence[str] = ()) -> Any:
         ) from None
     finally:
         GlobalHydra.instance().clear()
-    for override in in_lists:
-        _set_in_list(plain, override)
+    for override in not_hydra:
+        _set_plain(plain, override)
     return validate(schema, plain)
 
 
@@ -117,7 +117,7 @@ def change(settings: Any, overrides: Sequence[str]) -> Any:
     tree, problems = OmegaConf.create(settings.model_dump(mode="json")), []
     for text in overrides:
         override = OverridesParser.create().parse_override(text)
-        if override.key_or_group in groups():
+        if override.key_or_group in groups() and not _is_out_of_reach(override.key_or_group, schema):
             problems.append(
                 Problem(override.key_or_group, "groups can't be chosen again in a stored run", "set the single values")
             )
@@ -189,7 +189,7 @@ def _check_names(command: str, schema: type[Settings], overrides: Sequence[str])
             problems.append(
                 Problem(name, "sweeps are not supported here", "give one value, or start one command per value")
             )
-        elif name in choices:
+        elif name in choices and not _is_out_of_reach(name, schema):
             if override.value() not in choices[name] and not isinstance(override.value(), dict):
                 listed = ", ".join(choices[name])
                 problems.append(Problem(name, f"no choice named {override.value()!r}", f"{name} can be {listed}"))
@@ -207,8 +207,15 @@ def _inside_list(name: str, known: list[str]) -> bool:
     return any(part.isdigit() and ".".join(parts[:i]) in known for i, part in enumerate(parts))
 
 
-def _set_in_list(plain: Any, text: str) -> None:
-    """Applies `sources.0.paths=[a]` to composed plain data: Hydra itself can't address elements of lists."""
+def _is_out_of_reach(name: str, schema: type[Settings]) -> bool:
+    """Whether Hydra can't set this: an element of a list, or a plain setting named like a group (`model` of `fp8ctl eval`)."""
+    field = schema.model_fields.get(name)
+    is_shadowed = field is not None and name in groups() and not _settings_types(field.annotation)
+    return is_shadowed or _inside_list(name, dotted_names(schema))
+
+
+def _set_plain(plain: Any, text: str) -> None:
+    """Applies an override that is out of Hydra's reach to composed plain data."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     override = OverridesParser.create().parse_override(text)

@@ -98,3 +98,9 @@ def test_dotted_names_and_groups() -> None:
     assert "model.shape.rope_scaling.factor" in names
     assert "precision.rules" in names
     assert "infir2" in groups()["precision"]
+
+
+def test_plain_setting_named_like_a_group_takes_a_path() -> None:
+    config = compose("eval", ["model=runs/a b/step-00000010", "precision=infir2", "suite.num_questions=3"])
+    assert (config.model, config.precision.default) == ("runs/a b/step-00000010", "fp8")
+    assert compose("eval", ["model=smollm2_135m"]).model == "smollm2_135m"
