@@ -1,9 +1,10 @@
 """Ranks and devices: the process group, the device, and the few collectives that training needs outside DeepSpeed.
 
-A rank started by a launcher finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. Without them the
-process is a world of its own, so tests and single-device runs need no launcher and no port. The process group is made here
-rather than by DeepSpeed, for three things: one timeout for every collective, a gloo side beside NCCL so that adding two host
-numbers never waits for the GPU, and no compilation (DeepSpeed would build a shared-memory op with g++ on a CPU).
+A rank started by a launcher finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. Without
+them the process is a world of its own, so tests and single-device runs need no launcher and no port. The process group
+is made here rather than by DeepSpeed, for three things: one timeout for every collective, a gloo side beside NCCL so
+that adding two host numbers never waits for the GPU, and no compilation (DeepSpeed would build a shared-memory op with
+g++ on a CPU).
 """
 
 from __future__ import annotations
@@ -117,9 +118,7 @@ def _device(wanted: str, local_rank: int) -> torch.device:
     if local_rank >= found:
         raise ConfigError(
             f"rank {local_rank} of this node needs a GPU of its own, {found} can be used",
-            "set launch.num_ranks to the number of GPUs, or engine.device=cpu"
-            if found
-            else "set engine.device=cpu or auto",
+            "set launch.num_ranks to the number of GPUs, or engine.device=cpu" if found else "set engine.device=cpu",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -153,7 +152,7 @@ def _quiet_deepspeed(device: torch.device) -> None:
     deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})
     logger.setLevel(logging.WARNING)
     for handler in logger.handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
     # New torch versions rename the collectives that DeepSpeed calls, and say so once per rank and call site
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)

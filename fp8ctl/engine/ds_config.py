@@ -3,16 +3,17 @@
 What DeepSpeed is told, and why:
 
 - BF16 at stages 1 to 3 is DeepSpeed's `bf16` mode: FP32 masters and moments, weights cast from them after each update.
-- BF16 at stage 0 has **no** `bf16` block: DeepSpeed's own wrapper there (FP16_UnfusedOptimizer) takes a dummy step when it is
-  built, so that Adam's bias correction starts at step 2, and it refuses FP32 accumulation. Without the block DeepSpeed hands our
-  optimizer back untouched, and `optimizer.MasterAdamW` holds masters, moments and accumulators in FP32.
+- BF16 at stage 0 has **no** `bf16` block: DeepSpeed's own wrapper there (FP16_UnfusedOptimizer) takes a dummy step when
+  it is built, so that Adam's bias correction starts at step 2, and it refuses FP32 accumulation. Without the block
+  DeepSpeed hands our optimizer back untouched, and `optimizer.MasterAdamW` holds masters, moments and accumulators in
+  FP32.
 - Gradients are accumulated over micro-steps and reduced over ranks in FP32 at every stage (`grad_accum_dtype`,
-  `communication_data_type`). At stage 1 in BF16 this selects DeepSpeed's BF16_Optimizer, and `immediate_grad_update` lets it free
-  each BF16 gradient as soon as it is added to the FP32 one.
+  `communication_data_type`). At stage 1 in BF16 this selects DeepSpeed's BF16_Optimizer, and `immediate_grad_update`
+  lets it free each BF16 gradient as soon as it is added to the FP32 one.
 - Reduction is a plain sum, because the loss is already divided by the global token count. Stage 3 can only average
   (`reduces_by_mean`); the engine multiplies by the number of ranks there.
-- Clipping, the overflow check and the norm are the engine's own (`engine.py`): DeepSpeed does them inside the update, where
-  nothing can be vetoed any more.
+- Clipping, the overflow check and the norm are the engine's own (`engine.py`): DeepSpeed does them inside the update,
+  where nothing can be vetoed any more.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def grad_accum_steps(batch: BatchConfig, world_size: int) -> int:
         raise ConfigError(
             f"batch.global_batch_rows = {batch.global_batch_rows} is no multiple of micro_batch_rows x ranks = "
             f"{batch.micro_batch_rows} x {world_size} = {rows_per_micro_step}",
-            f"set batch.global_batch_rows to {' or '.join(str(rows) for rows in fitting if rows)}, or change the number of ranks",
+            f"set batch.global_batch_rows={' or '.join(str(n) for n in fitting if n)}, or change the number of ranks",
         )
     return steps
 
@@ -67,7 +68,7 @@ def deepspeed_config(config: TrainConfig, world_size: int, num_parameters: int |
         "gradient_clipping": 0.0,
         "gradient_allreduce_op": "mean" if reduces_by_mean(stage) else "sum",
         "communication_data_type": "fp32",
-        "zero_allow_untested_optimizer": True,  # "tested" is a list of exact classes; ours is a subclass of torch's AdamW
+        "zero_allow_untested_optimizer": True,  # DeepSpeed knows AdamW by its exact class; ours is a subclass
     }
     if stage > 0:
         settings["zero_optimization"] = _zero_settings(config, num_parameters)

@@ -6,16 +6,16 @@ The order of a step, the same at every ZeRO stage:
     grad_norm = engine.prepare_step()      every rank's gradient is in; nothing has been changed yet
     engine.apply_step(lr)                  clip, AdamW        or      engine.drop_step()
 
-N counts the trainable tokens of the whole global batch, so the gradient is d(sum of all token losses) / N whatever the number of
-ranks and micro-steps. It is accumulated and reduced in FP32.
+N counts the trainable tokens of the whole global batch, so the gradient is d(sum of all token losses) / N whatever the
+number of ranks and micro-steps. It is accumulated and reduced in FP32.
 
-Where the veto sits. DeepSpeed reduces gradients in the backward pass of the last micro-step (the accumulation boundary, which
-the engine sets by hand) and does everything else in one call, `DeepSpeedEngine.step`: norm, overflow check, clipping, update. So the
-norm is computed here, between the two, from the reduced FP32 gradients that DeepSpeed's optimizer holds, and DeepSpeed's own
-norm, check and clipping are off. Both ways out then run that one call, with the optimizer underneath told either to divide by the
-clip factor or to do nothing (`optimizer.VetoableAdamW`). A refused step thus takes DeepSpeed's ordinary way to
-cleared gradients and counters instead of a copy of it that would age; it rewrites each weight with the rounded master it
-already equals.
+Where the veto sits. DeepSpeed reduces gradients in the backward pass of the last micro-step (the accumulation boundary,
+which the engine sets by hand) and does everything else in one call, `DeepSpeedEngine.step`: norm, overflow check,
+clipping, update. So the norm is computed here, between the two, from the reduced FP32 gradients that DeepSpeed's
+optimizer holds, and DeepSpeed's own norm, check and clipping are off. Both ways out then run that one call, with the
+optimizer underneath told either to divide by the clip factor or to do nothing (`optimizer.VetoableAdamW`). A refused
+step thus takes DeepSpeed's ordinary way to cleared gradients and counters instead of a copy of it that would age; it
+rewrites each weight with the rounded master that it already equals.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Engine:
     """A model with its gradients, FP32 masters and moments, spread over ranks by DeepSpeed.
 
-    Takes the model over: casts its parameters (not its buffers) to `engine.dtype`, moves it to the device and gives every rank
-    the weights of rank 0. At ZeRO stage 3 it keeps only this rank's share of each large parameter between uses.
+    Takes the model over: casts its parameters (not its buffers) to `engine.dtype`, moves it to the device and gives
+    every rank the weights of rank 0. At ZeRO stage 3 it keeps only this rank's share of each large parameter between uses.
+
+    `deepspeed` is the DeepSpeedEngine underneath, for checkpoints.
 
     Raises:
         ConfigError: the global batch does not divide.
@@ -60,6 +62,7 @@ class Engine:
         self._clip_grad_norm = config.optim.clip_grad_norm
         self._micro_step = 0
         self._grad_norm: float | None = None
+        self._linear = torch.nn.functional.linear
 
         for p in model.parameters():
             p.data = p.data.to(self.dtype)
@@ -67,26 +70,19 @@ class Engine:
 
         def build_optimizer(_parameters: Any) -> VetoableAdamW:
             # Called by DeepSpeed after it has moved and broadcast the weights, which the masters copy
-            has_masters = self.zero_stage == 0 and self.dtype != torch.float32
-            self._optimizer = (MasterAdamW if has_masters else VetoableAdamW)(
-                parameter_groups(model, config.optim), config.optim
-            )
+            adamw = MasterAdamW if self.zero_stage == 0 and self.dtype != torch.float32 else VetoableAdamW
+            self._optimizer = adamw(parameter_groups(model, config.optim), config.optim)
             return self._optimizer
 
         with quiet():
-            self._deepspeed, *_ = deepspeed.initialize(model=model, optimizer=build_optimizer, config=settings)
+            self.deepspeed, *_ = deepspeed.initialize(model=model, optimizer=build_optimizer, config=settings)
         if dist.world_size == 1:
             # Stages 0 and 1 would copy the whole gradient to all-reduce it with nobody
-            self._deepspeed.enable_backward_allreduce = self.zero_stage > 0
-
-    @property
-    def deepspeed(self) -> Any:
-        """The DeepSpeedEngine."""
-        return self._deepspeed
+            self.deepspeed.enable_backward_allreduce = self.zero_stage > 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The model's forward through DeepSpeed (stage 3 gathers weights there), for training and for validation."""
-        return self._deepspeed(*args, **kwargs)
+        return self.deepspeed(*args, **kwargs)
 
     def backward(self, loss_sum: Tensor, *, num_trainable: float) -> None:
         """Adds d(loss_sum) / num_trainable of one micro-batch to the gradient.
@@ -99,13 +95,13 @@ class Engine:
             "all micro-batches of this step are in: prepare_step comes next"
         )
         self._micro_step += 1
-        self._deepspeed.set_gradient_accumulation_boundary(self._micro_step == self.grad_accum_steps)
+        self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == self.grad_accum_steps)
         ranks = self.dist.world_size if reduces_by_mean(self.zero_stage) else 1
-        self._deepspeed.backward(loss_sum * (ranks / num_trainable), scale_wrt_gas=False)
+        self.deepspeed.backward(loss_sum * (ranks / num_trainable), scale_wrt_gas=False)
 
     @torch.no_grad()
     def prepare_step(self) -> float:
-        """L2 norm of the whole gradient before clipping, the same on every rank; NaN or infinite when any part of it is."""
+        """L2 norm of the whole gradient before clipping, the same on every rank; NaN or infinite when any part is."""
         assert self._micro_step == self.grad_accum_steps, (
             f"{self._micro_step} of {self.grad_accum_steps} micro-batches are in"
         )
@@ -133,7 +129,7 @@ class Engine:
         return True
 
     def drop_step(self) -> None:
-        """Clears the gradient; weights, masters, moments and Adam's step count are as if the batch had never been seen."""
+        """Clears the gradient; weights, masters, moments and step count are as if the batch had never been seen."""
         assert self._grad_norm is not None, "prepare_step comes first"
         self._finish_step(vetoed=True)
 
@@ -154,11 +150,13 @@ class Engine:
 
     def close(self) -> None:
         """Takes DeepSpeed's hooks off the model and frees its buffers."""
-        self._deepspeed.destroy()
+        self.deepspeed.destroy()
+        # Stage 3 replaces it for the whole process, by one that does not keep gathered weights alive until backward
+        torch.nn.functional.linear = self._linear
 
     def _finish_step(self, *, vetoed: bool) -> None:
         self._optimizer.vetoed = vetoed
-        self._deepspeed.step()
+        self.deepspeed.step()
         self._micro_step, self._grad_norm = 0, None
 
     def _reduced_gradients(self) -> tuple[list[Tensor], bool]:
@@ -167,7 +165,7 @@ class Engine:
 
         if self.zero_stage == 0:
             return self._optimizer.gradients(), False
-        optimizer = self._deepspeed.optimizer
+        optimizer = self.deepspeed.optimizer
         if isinstance(
             optimizer, BF16_Optimizer
         ):  # stage 1 in BF16: whole gradients, of which this rank will use its part

@@ -1,9 +1,9 @@
-"""The optimizer that DeepSpeed drives at every ZeRO stage: AdamW with a veto and a clip factor of the engine's choosing.
+"""The optimizer that DeepSpeed drives at every ZeRO stage: AdamW with a veto and a clip factor set by the engine.
 
-Whatever the stage, DeepSpeed's update ends in a call of this optimizer's `step`, on FP32 tensors: flat shards at stages 1 to 3,
-the parameters or their masters at stage 0. So this is the one place where an update can be refused or clipped in the same
-way everywhere. A refused update still runs DeepSpeed's whole step, which clears gradients and counters by its own rules; only
-masters and moments stay as they are.
+Whatever the stage, DeepSpeed's update ends in a call of this optimizer's `step`, on FP32 tensors: flat shards at stages
+1 to 3, the parameters or their masters at stage 0. So this is the one place where an update can be refused or clipped
+in the same way everywhere. A refused update still runs DeepSpeed's whole step, which clears gradients and counters by its
+own rules; only masters and moments stay as they are.
 """
 
 from __future__ import annotations
@@ -76,13 +76,14 @@ class VetoableAdamW(torch.optim.AdamW):
 class MasterAdamW(VetoableAdamW):
     """AdamW for a BF16 model at ZeRO stage 0: FP32 masters and moments, gradients accumulated in FP32 over micro-steps.
 
-    Each parameter's BF16 gradient is added to its part of one flat FP32 buffer as soon as backward has made it, and freed.
-    DeepSpeed all-reduces what `get_grads_for_reduction` gives it. Bytes per parameter: 2 weight, 4 gradient, 12 master and moments.
+    Each parameter's BF16 gradient is added to its part of one flat FP32 buffer as soon as backward has made it, and is
+    freed. DeepSpeed all-reduces what `get_grads_for_reduction` gives it. Bytes per parameter: 2 weight, 4 gradient, 12
+    master and moments.
     """
 
     def __init__(self, groups: list[dict[str, Any]], optim: OptimConfig) -> None:
-        self._parameters: list[nn.Parameter] = [p for g in groups for p in g["params"]]
-        self._masters = [nn.Parameter(p.detach().float()) for p in self._parameters]
+        self._parameters: list[Tensor] = [p for g in groups for p in g["params"]]
+        self._masters: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self._parameters]
         masters = dict(zip(self._parameters, self._masters, strict=True))
         super().__init__([{**g, "params": [masters[p] for p in g["params"]]} for g in groups], optim)
 
@@ -144,8 +145,8 @@ def _adder(accumulator: Tensor) -> Callable[[Tensor], None]:
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """FP64 scalar: sum of the squares of all elements.
 
-    FP32 norms of rows of 1,024 elements, summed in FP64. A plain FP32 norm on a CPU adds millions of squares one after the
-    other and was 1.6e-3 too small for 28M elements (an embedding); these rows are right to 1e-9 at the same speed.
+    FP32 norms of rows of 1,024 elements, summed in FP64. A plain FP32 norm on a CPU adds millions of squares one after
+    the other and was 1.6e-3 too small for 28M elements (an embedding); these rows are right to 1e-9 at the same speed.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
