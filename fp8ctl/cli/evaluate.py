@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fp8ctl.cli.console import say, stdout
+from fp8ctl.cli.console import stdout
 from fp8ctl.cli.options import AsJson, Overrides
+from fp8ctl.cli.progress import progress
 
 
 def evaluate(overrides: Overrides = None, as_json: AsJson = False) -> None:
@@ -15,7 +16,8 @@ def evaluate(overrides: Overrides = None, as_json: AsJson = False) -> None:
     from fp8ctl.eval.show import result_table
 
     config = compose("eval", overrides or [])
-    result = run_evaluation(config, progress=say)
+    with progress("eval") as report:
+        result = run_evaluation(config, lambda done, total, tokens: report(done, total, f"{tokens:,} tokens"))
     if as_json:
         print(json.dumps(result, indent=2))
     else:

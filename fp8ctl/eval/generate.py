@@ -1,7 +1,8 @@
 """Answers to many prompts at once, with a key/value cache.
 
 Rows of the cache are slots. A slot whose answer has ended takes the next prompt at once, so the batch stays full until the
-prompts run out; then the rows that are left move together. What an answer says depends on its own prompt, its own random
+prompts run out; then the rows that are left move together. What all prompts begin with (the system message) is computed once
+and copied. What an answer says depends on its own prompt, its own random
 stream (`sampling.stream`) and the model, not on the slot, the batch size or the neighbours, up to the rounding of GEMMs of
 different heights.
 
@@ -60,6 +61,8 @@ class Protocol:
     """Tokens that end an answer."""
     max_new_tokens: int
     """Most tokens of one answer, the end token included."""
+    shared_tokens: int = 0
+    """Tokens that all prompts of the evaluation begin with; fewer than the shortest prompt has."""
 
 
 @dataclass
@@ -71,6 +74,13 @@ class _Slot:
     def position(self) -> int:
         """Where the newest token stands: it is not in the cache yet."""
         return len(self.request.prompt_ids) + len(self.tokens) - 1
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, at least one left over for each."""
+    first, last = min(prompts), max(prompts)  # in order of tokens, what these two share all the others share
+    longest = min(len(p) for p in prompts) - 1
+    return next((i for i in range(longest) if first[i] != last[i]), longest)
 
 
 def generate(
@@ -116,6 +126,7 @@ class _Batch:
         max_tokens = longest + protocol.max_new_tokens - 1
         self.cache = KVCache(model.shape, num_rows=num_rows, max_tokens=max_tokens, dtype=weight.dtype, device=self.device)
         self.slots: list[_Slot | None] = [None] * num_rows
+        self.shared = self._prefill_shared(requests) if protocol.shared_tokens else None
         self.uniform_BA = torch.zeros(0, dtype=torch.float64)
         if not protocol.sampling.is_greedy:
             self.uniform_BA = torch.zeros(num_rows, protocol.max_new_tokens, dtype=torch.float64, device=self.device)
@@ -143,6 +154,15 @@ class _Batch:
             self._slot(row).tokens.append(token)
         return len(rows), [done for row in rows if (done := self._finish(row)) is not None]
 
+    @torch.inference_mode()
+    def _prefill_shared(self, requests: Sequence[Request]) -> KVCache:
+        """Keys and values of what all prompts begin with."""
+        shared = requests[0].prompt_ids[: self.protocol.shared_tokens]
+        assert all(r.prompt_ids[: len(shared)] == shared and len(r.prompt_ids) > len(shared) for r in requests)
+        cache = KVCache(self.model.shape, num_rows=1, max_tokens=len(shared), dtype=self.cache.k_LBKSH.dtype, device=self.device)
+        self.model.extend(cache, [shared], [0])
+        return cache
+
     def _slot(self, row: int) -> _Slot:
         slot = self.slots[row]
         assert slot is not None
@@ -154,7 +174,7 @@ class _Batch:
             return []
         row, rows, num_tokens = self.slots.index(None), [], 0
         while row < len(self.slots) and self.slots[row] is None and self.waiting:
-            num_tokens += len(self.waiting[0].prompt_ids)
+            num_tokens += len(self.waiting[0].prompt_ids) - self.protocol.shared_tokens
             if rows and num_tokens > _PREFILL_TOKENS:
                 break
             request = self.waiting.popleft()
@@ -167,9 +187,13 @@ class _Batch:
         return rows
 
     def _prefill(self, rows: list[int]) -> torch.Tensor:
-        """Computes whole prompts; gives the logits after each."""
-        prompts = [self._slot(row).request.prompt_ids for row in rows]
-        return self.model.extend(self.cache.rows(rows[0], rows[-1] + 1), prompts, [0] * len(rows))
+        """Computes prompts from where they part; gives the logits after each."""
+        start, cache = self.protocol.shared_tokens, self.cache.rows(rows[0], rows[-1] + 1)
+        if self.shared is not None:
+            cache.k_LBKSH[:, :, :, :start] = self.shared.k_LBKSH
+            cache.v_LBKSH[:, :, :, :start] = self.shared.v_LBKSH
+        prompts = [self._slot(row).request.prompt_ids[start:] for row in rows]
+        return self.model.extend(cache, prompts, [start] * len(rows))
 
     def _decode(self, rows: list[int]) -> torch.Tensor:
         """Computes the newest token of every slot; gives the logits of the occupied ones."""

@@ -11,8 +11,15 @@ from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.paths import RunPaths
 from fp8ctl.track.checkpoints import MANIFEST, WEIGHTS, checkpoint_step, find_weights
 
-# Everything in a model folder that changes an answer; README and the like don't count.
-_FINGERPRINTED = ("*.safetensors", "*.json", "chat_template.jinja")
+# Everything in a model folder that changes an answer; notes on where it came from don't count.
+_FINGERPRINTED = (
+    "*.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import pytest
@@ -11,8 +12,9 @@ from fp8ctl.config.schema import ModelShape
 from fp8ctl.errors import ModelError
 from fp8ctl.eval import generate as module
 from fp8ctl.eval.completions import Key
-from fp8ctl.eval.generate import Generated, Protocol, Request, generate
+from fp8ctl.eval.generate import Generated, Protocol, Request, generate, shared_tokens
 from fp8ctl.eval.sampling import Sampling, choose, stream
+from fp8ctl.model.kv_cache import KVCache
 from fp8ctl.model.transformer import Transformer
 
 SHAPE = ModelShape(
@@ -89,6 +91,35 @@ def test_prompts_that_exceed_one_pass_are_split(
     expected = by_key(generate(model, requests, GREEDY, batch_size=8))
     monkeypatch.setattr(module, "_PREFILL_TOKENS", 20)
     assert by_key(generate(model, requests, GREEDY, batch_size=8)) == expected
+
+
+@pytest.mark.parametrize("protocol", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_shared_beginning_is_computed_once_and_changes_nothing(
+    model: Transformer, requests: list[Request], protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = (5, 9, 9, 41, 8, 2, 30)
+    longer = [Request(r.key, system + r.prompt_ids) for r in requests]
+    assert shared_tokens([r.prompt_ids for r in longer]) == len(system)
+    expected = by_key(generate(model, longer, protocol, batch_size=5))
+    computed = []
+    extend = Transformer.extend
+
+    def counting(self: Transformer, cache: KVCache, tokens: list[list[int]], starts: list[int]) -> torch.Tensor:
+        computed.append(sum(map(len, tokens)))
+        return extend(self, cache, tokens, starts)
+
+    monkeypatch.setattr(Transformer, "extend", counting)
+    sharing = dataclasses.replace(protocol, shared_tokens=len(system))
+    assert by_key(generate(model, longer, sharing, batch_size=64)) == expected
+    assert computed[:2] == [len(system), sum(len(r.prompt_ids) for r in requests)]
+
+
+def test_shared_tokens_leave_each_prompt_at_least_one() -> None:
+    assert shared_tokens([(1, 2, 3), (1, 2, 4), (1, 2)]) == 1
+    assert shared_tokens([(1, 2, 3)]) == 2
+    assert shared_tokens([(1, 2), (1, 2)]) == 1
+    assert shared_tokens([(7,), (1, 2)]) == 0
+    assert shared_tokens([(1, 5, 3), (1, 4, 3), (1, 5, 2)]) == 1
 
 
 def test_samples_of_one_question_differ_and_greedy_ones_do_not(model: Transformer, requests: list[Request]) -> None:
