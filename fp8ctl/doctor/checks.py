@@ -146,7 +146,7 @@ def _fp8_reference() -> Finding:
     from fp8ctl.fp8.reference import dequantize, quantize_tile
 
     x_MK = torch.linspace(-3, 3, 256).reshape(2, 128)
-    error = (dequantize(quantize_tile(x_MK)) - x_MK).abs().max().item()
+    error = (dequantize(*quantize_tile(x_MK)) - x_MK).abs().max().item()
     if error > 3 / 16:  # half a step of E4M3 at 3 is 1/8
         return Finding(
             "FP8 reference", "broken", f"a round trip is off by {error:.3g}", "report this with `fp8ctl doctor --json`"

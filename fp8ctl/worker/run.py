@@ -116,7 +116,7 @@ class Rank:
         )
         self.layer_stats.flush()
         if self.dist.is_main:
-            prune(self.paths, keep=self.config.loop.keep_checkpoints)
+            prune(self.paths.checkpoints, keep=self.config.loop.keep_checkpoints)
             log_event(self.paths, "checkpoint", state.step, folder=folder.name)
 
     def resume(self, checkpoint: Path) -> LoopState:
