@@ -163,7 +163,8 @@ def test_a_gemm_that_recomputation_never_reaches_counts_once() -> None:
         h = first(x)
         y = h.square()  # saves the last tensor
         with torch.no_grad():
-            return y + second(h)
+            shift = second(h)
+        return y + shift
 
     checkpoint(block, torch.randn(8, 64, dtype=torch.bfloat16).requires_grad_(), use_reentrant=False).sum().backward()
     flops = 2 * 8 * 64 * 64
