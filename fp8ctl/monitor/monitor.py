@@ -1,23 +1,23 @@
-"""The monitor that a training loop asks before each update. It decides and records; acting is the loop's part.
+"""The monitor that a training loop asks before each update. It decides; acting and writing events is the caller's part.
 
-monitor = StabilityMonitor(MonitorConfig())
-...
-decision = monitor.observe(StepStats(step=step, loss=loss, grad_norm=norm, ...))   # gradients ready, weights untouched
-if decision.action == "go":
-    optimizer.step()
+In a loop of one's own:
+
+    monitor = StabilityMonitor(MonitorConfig())
+    ...
+    decision = monitor.observe(StepStats(step=step, loss=loss, grad_norm=norm, ...))   # gradients ready, weights untouched
+    if decision.action == "go":
+        optimizer.step()
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 from fp8ctl.config.schema import MonitorConfig
 from fp8ctl.errors import CheckpointError
 from fp8ctl.monitor.policy import Decision, Limits, PolicyState, decide
-from fp8ctl.paths import RunPaths
-from fp8ctl.track.record import StepStats, log_event
+from fp8ctl.track.record import StepStats
 
 STATE_SCHEMA = 1
 
@@ -27,24 +27,19 @@ class StabilityMonitor:
 
     Args:
         config: policy. `off` judges nothing; `observe` judges and lets every step pass.
-        paths: the run folder, given on rank 0 only: decisions with a rule go to its events.jsonl.
         limits: thresholds of the rules.
     """
 
-    def __init__(self, config: MonitorConfig, *, paths: RunPaths | None = None, limits: Limits = Limits()) -> None:
+    def __init__(self, config: MonitorConfig, *, limits: Limits = Limits()) -> None:
         self._config = config
-        self._paths = paths
         self._limits = limits
         self._state = PolicyState()
-        self._has_warned = False
 
     def observe(self, stats: StepStats) -> Decision:
         """The decision on a step whose gradients are ready and whose update has not been applied."""
         if self._config.policy == "off":
             return Decision(step=stats.step, action="go")
         self._state, decision = decide(self._state, stats, limits=self._limits)
-        if decision.rule is not None:
-            self._record(decision)
         return decision
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,15 +64,3 @@ class StabilityMonitor:
             log_grad_norms=tuple(state["log_grad_norms"]),
             rejected_in_a_row=state["rejected_in_a_row"],
         )
-
-    def _record(self, decision: Decision) -> None:
-        if self._paths is None:
-            return
-        try:
-            log_event(self._paths, "monitor", decision.step, policy=self._config.policy, **decision.to_event())
-        except OSError as error:  # a full disk on one rank must not leave the others waiting for it
-            if not self._has_warned:
-                self._has_warned = True
-                print(
-                    f"warning: can't write {self._paths.events}: {error}; the run goes on", file=sys.stderr, flush=True
-                )
