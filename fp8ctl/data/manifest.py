@@ -45,6 +45,8 @@ class Manifest(BaseModel):
     prepared: dict[str, Any]
     """Settings that the data were made with."""
     fp8ctl_version: str
+    warnings: list[str] = []
+    """What the user should be told after the preparation."""
 
     @property
     def fingerprint(self) -> str:

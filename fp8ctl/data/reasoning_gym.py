@@ -6,7 +6,6 @@ The package itself takes a second to import, so it is loaded inside functions on
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import xxhash
 
+from fp8ctl.config.problems import nearest
 from fp8ctl.errors import ConfigError, DataError, MissingPackageError
 
 SYSTEM_PROMPT = "Answer the question. Write only the final answer, inside <answer></answer> tags."
@@ -65,10 +65,10 @@ def question(family: str, seed: int, index: int) -> RgQuestion:
         MissingPackageError: reasoning-gym is absent or broken.
     """
     if family not in FAMILIES:
-        near = difflib.get_close_matches(family, FAMILIES, n=1)
+        near = nearest(family, FAMILIES)
         raise ConfigError(
             f"unknown reasoning-gym family: {family}",
-            f"did you mean {near[0]}?" if near else f"families: {', '.join(FAMILIES)}",
+            f"did you mean {near}?" if near else f"families: {', '.join(FAMILIES)}",
         )
     # The package draws question i of seed s from Random(s + i): neighbouring seeds would give shifted copies of a list.
     spread_seed = xxhash.xxh3_64_intdigest(f"{family}:{seed}".encode()) % 2**31
