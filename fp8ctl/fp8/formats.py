@@ -18,9 +18,7 @@ TILE = 128
 ScaleKind = Literal["pow2", "fp32"]
 
 MIN_EXPONENT = -126
-"""Smallest exponent of a scale_inv: 2^-126 is the smallest normal FP32 number, so scale and scale_inv are both
-normal.
-"""
+"""Smallest exponent of a scale_inv, that of the smallest normal FP32 number: scale and scale_inv are both normal."""
 
 _FP32_BIAS = 127
 _FP32_MANTISSA_BITS = 23
@@ -31,9 +29,7 @@ _ROUND_UP_ABOVE_1_75 = (1 << _FP32_MANTISSA_BITS) - 1 - 0x600000
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """One FP8 format: value = 1.m * 2^exponent, subnormals below 2^min_exponent, largest finite value 1.75 *
-    2^max_exponent.
-    """
+    """One FP8 format: 1.m * 2^exponent, subnormals below 2^min_exponent, largest finite value 1.75 * 2^max_exponent."""
 
     name: Literal["e4m3", "e5m2"]
     dtype: torch.dtype

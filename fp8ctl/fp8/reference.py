@@ -1,5 +1,4 @@
-"""The specification of FP8 in this project, in plain PyTorch, on any device. Fast kernels have a twin of theirs in
-here.
+"""The specification of FP8 in this project, in plain PyTorch, on any device. Each fast kernel has its twin here.
 
 Quantising a tile (1x128 along the contraction dimension K) or a block (128x128), in this order:
 

@@ -120,14 +120,12 @@ def check_required(plan: PrecisionPlan, done: Coverage) -> None:
     if not short:
         return
     total = done.flops("fp8") + done.flops("bf16")
-    shares = (
-        f"{100 * done.flops('fp8') / total:.1f} % of the GEMM FLOPs, the plan says {100 * expected / total:.1f} %"
-        if total
-        else "no GEMM ran"
-    )
+    fp8_percent, planned_percent = (100 * flops / max(total, 1) for flops in (done.flops("fp8"), expected))
+    ran = f"{fp8_percent:.1f} % of the GEMM FLOPs instead of {planned_percent:.1f} %"
     listed = ", ".join(short[:3]) + (f" and {len(short) - 3} more" if len(short) > 3 else "")
     raise PrecisionError(
-        f"less ran in FP8 than planned: {shares} ({listed})", "see coverage.json, or drop precision.require_fp8"
+        f"less ran in FP8 than planned: {ran if total else 'no GEMM ran'} ({listed})",
+        "coverage.json has the counts of every linear; set precision.require_fp8=false to accept them",
     )
 
 

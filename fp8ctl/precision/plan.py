@@ -105,9 +105,7 @@ class PrecisionPlan:
                 raise ValueError(f"precision of {bad[0]}")
             return cls(RecipeConfig(**content["recipe"]), linears)
         except (KeyError, TypeError, ValueError) as e:
-            raise PrecisionError(
-                f"not a precision plan: {e}", "use the plan.json that a run of this version wrote"
-            ) from e
+            raise PrecisionError(f"not a precision plan: {e}", "use a plan.json that this version wrote") from e
 
 
 def make_plan(model: nn.Module, config: PrecisionConfig) -> PrecisionPlan:
@@ -130,9 +128,7 @@ def make_plan(model: nn.Module, config: PrecisionConfig) -> PrecisionPlan:
 
 
 def is_tied_head(module: nn.Module) -> bool:
-    """Whether this module is the output head of a model that ties it to the embedding
-    (`model.transformer.TiedHead`).
-    """
+    """Whether this is `model.transformer.TiedHead`: an output head that multiplies by the embedding's weight."""
     return type(module).__name__ == "TiedHead"
 
 
@@ -156,7 +152,7 @@ def plan_linears(
         problems.append("precision.head=fp8 asks for FP8 in the head, which is tied to the embedding")
     if problems:
         raise PrecisionError(
-            "; ".join(problems), "change precision.rules or precision.head; the head of a tied model is BF16"
+            "; ".join(problems), "change precision.rules or precision.head; a tied head is always BF16"
         )
 
     linears = []
@@ -166,7 +162,8 @@ def plan_linears(
     plan = PrecisionPlan(config.recipe, tuple(linears))
     if config.require_fp8 and not plan.fp8_linears:
         raise PrecisionError(
-            "FP8 is required, but the plan runs nothing in FP8", "choose precision=infir2, or drop the requirement"
+            "FP8 is required, but the plan runs nothing in FP8",
+            "choose precision=infir2 or precision.require_fp8=false",
         )
     return plan
 
