@@ -34,7 +34,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-"""Variables that keep mlflow quiet and off the network. It reads some when imported, and deepspeed imports it, so a rank
+"""Variables that keep mlflow quiet and off the network. It reads some when imported, and deepspeed imports it: a rank
 had better start with them."""
 
 _FLUSH_S = 5.0

@@ -7,9 +7,8 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from fp8ctl.config.schema import TrackConfig
 from fp8ctl.paths import RunPaths
 from fp8ctl.track.metrics import METRICS
 from fp8ctl.track.mlflow_sink import MlflowSink, MlflowTarget
@@ -21,12 +20,23 @@ _KEPT_LINES = 100_000
 _TAIL_BYTES = 1 << 20
 
 
+class TrackSettings(Protocol):
+    """The fields of the settings group `track` (`config.schema.TrackConfig`) that are used here."""
+
+    @property
+    def mlflow(self) -> bool: ...
+    @property
+    def mlflow_uri(self) -> str | None: ...
+    @property
+    def experiment(self) -> str: ...
+
+
 class Tracker:
     """Writer of one run's metrics. Only rank 0 makes one: numbers are reduced over ranks before they come here.
 
     Opening a folder that has been written to before continues it: a line that a killed writer left half-written is cut
-    off, and the same MLflow run goes on. Nothing that happens to a sink stops the training: lines that can't be written (a
-    full disk) are kept and tried again with the next one.
+    off, and the same MLflow run goes on. Nothing that happens to a sink stops the training: lines that can't be written
+    (a full disk) are kept and tried again with the next one.
 
     Args:
         paths: the run folder.
@@ -37,7 +47,13 @@ class Tracker:
     """
 
     def __init__(
-        self, paths: RunPaths, track: TrackConfig, *, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]
+        self,
+        paths: RunPaths,
+        track: TrackSettings,
+        *,
+        run_name: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
     ) -> None:
         self._paths = paths
         self._pending: deque[dict[str, Any]] = deque(maxlen=_KEPT_LINES)
@@ -93,7 +109,7 @@ class Tracker:
 
 
 def mend_tail(path: Path) -> None:
-    """Cuts a half-written last line off a JSON-lines file, so that the next does not grow onto it; a whole one is ended."""
+    """Cuts a half-written last line off a JSON-lines file, lest the next grow onto it; a whole one is ended."""
     if not path.is_file():
         return
     with open(path, "r+b") as f:
@@ -109,7 +125,7 @@ def mend_tail(path: Path) -> None:
             f.truncate(size - len(last))
 
 
-def _target(paths: RunPaths, track: TrackConfig, run_name: str) -> MlflowTarget:
+def _target(paths: RunPaths, track: TrackSettings, run_name: str) -> MlflowTarget:
     runs = paths.root.resolve().parent
     uri = track.mlflow_uri or f"sqlite:///{runs / 'mlflow.db'}"
     # MLflow's own default is ./mlruns of whatever directory the process happens to be in
