@@ -183,10 +183,12 @@ def _folder_of_our_own(folder: Path) -> Iterator[None]:
     lock = filelock.FileLock(folder / ".prep.lock", timeout=0)
     try:
         with lock:
-            if (folder / FILE).exists():
-                raise DataError(f"{folder} holds a data set already", "choose another out=FOLDER, or remove this one")
-            _remove_shards(folder, and_quarantine=True)
             try:
+                if (folder / FILE).exists():
+                    raise DataError(
+                        f"{folder} holds a data set already", "choose another out=FOLDER, or remove this one"
+                    )
+                _remove_shards(folder, and_quarantine=True)
                 yield
             finally:
                 (folder / ".prep.lock").unlink(missing_ok=True)
