@@ -349,7 +349,7 @@ class EvalConfig(Settings):
     out: str | None = None
     """Folder of the results; default: eval/ inside the run, or eval-<name> here."""
     chat_template: str | None = None
-    """Name of a template in templates/chat or a path; default: the model folder's own."""
+    """Name of a template in templates/chat or a path; default: the one the run was fine-tuned with, or else the model folder's own."""
     suite: SuiteConfig = SuiteConfig()
     precision: PrecisionConfig = PrecisionConfig()
     batch_size: PositiveInt = 16

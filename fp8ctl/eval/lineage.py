@@ -1,4 +1,4 @@
-"""What the evaluated model was trained on, as far as run folders and data manifests tell, against the seed of the suite.
+"""What the evaluated model was trained on, as far as run folders and data manifests tell: other seeds, and which chat template.
 
 Generated questions of training and evaluation never share a text (`data.reasoning_gym`); that a seed is not shared either makes
 it plain in the records.
@@ -6,31 +6,41 @@ it plain in the records.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8ctl.config.schema import SuiteConfig
 from fp8ctl.data.manifest import Manifest
-from fp8ctl.errors import ConfigError, DataError, Fp8ctlError
+from fp8ctl.errors import ConfigError, DataError, ModelError
 from fp8ctl.eval.target import find_target
 from fp8ctl.paths import RunPaths
 from fp8ctl.track.record import RunRecord
 
 
-def check_training_data(suite: SuiteConfig, run: Path | None) -> dict[str, list[str]]:
-    """Follows a run and the runs it started from to their data sets.
+@dataclass(frozen=True)
+class TrainingData:
+    """What the manifests behind a model say."""
 
-    Returns:
-        `checked`: data sets whose manifests were read; `unknown`: what could not be checked, and why. Part of the result.
+    checked: tuple[str, ...] = ()
+    """Data sets whose manifests were read."""
+    unknown: tuple[str, ...] = ()
+    """What could not be checked, and why."""
+    chat_template: str | None = None
+    """Template of the newest fine-tuning data; None: the tokenizer's own."""
+
+
+def read_training_data(suite: SuiteConfig, run: Path | None) -> TrainingData:
+    """Follows a run, and the runs whose weights it started from, to their data sets.
 
     Raises:
         ConfigError: the model was trained on generated questions of a family of this suite with the suite's own seed.
     """
-    checked: list[str] = []
-    unknown: list[str] = []
     if run is None:
-        return {"checked": checked, "unknown": ["not a run of fp8ctl: nothing says what the model was trained on"]}
-    for ancestor in _lineage(run):
+        return TrainingData(unknown=("not a run of fp8ctl: nothing says what the model was trained on",))
+    runs, unknown = _lineage(run)
+    checked, template, is_tuned = [], None, False
+    for ancestor in runs:
         data = _setting(ancestor, "data")
         try:
             if data is None:
@@ -41,21 +51,26 @@ def check_training_data(suite: SuiteConfig, run: Path | None) -> dict[str, list[
             continue
         for source in manifest.prepared.get("sources") or ():
             _refuse_same_seed(suite, source, data)
+        if manifest.kind == "sft" and not is_tuned:
+            template, is_tuned = manifest.prepared.get("chat_template"), True
         checked.append(data)
-    return {"checked": checked, "unknown": unknown}
+    return TrainingData(tuple(checked), tuple(unknown), template)
 
 
-def _lineage(run: Path) -> list[Path]:
-    """The run, the run whose weights it started from, and so on."""
+def _lineage(run: Path) -> tuple[list[Path], list[str]]:
+    """The run, the run whose weights it started from, and so on; and where the line is broken."""
     found: list[Path] = []
     current: Path | None = run.resolve()
     while current is not None and current not in found:
         found.append(current)
+        start = _setting(current, "model")
+        if start is None:  # random weights
+            break
         try:
-            current = find_target(_setting(current, "model")).run
-        except Fp8ctlError:  # random weights, or a folder that is gone: the line ends here
-            current = None
-    return found
+            current = find_target(start).run
+        except ModelError as error:
+            return found, [f"{current} started from weights that can't be found: {error.message}"]
+    return found, []
 
 
 def _setting(run: Path, group: str) -> str | None:

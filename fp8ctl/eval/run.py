@@ -21,7 +21,7 @@ from fp8ctl.data.reasoning_gym import SYSTEM_PROMPT, RgQuestion, extract_answer,
 from fp8ctl.errors import ConfigError
 from fp8ctl.eval.completions import Completion, CompletionStore, Key, hash_settings
 from fp8ctl.eval.generate import Generated, Protocol, Request, generate, shared_tokens
-from fp8ctl.eval.lineage import check_training_data
+from fp8ctl.eval.lineage import TrainingData, read_training_data
 from fp8ctl.eval.prompts import Prompter, check_prompts
 from fp8ctl.eval.sampling import Sampling
 from fp8ctl.eval.suite import build_questions
@@ -57,8 +57,8 @@ class Job:
     questions: dict[tuple[str, int], RgQuestion]
     requests: list[Request]
     protocol: Protocol
-    training_data: dict[str, list[str]]
-    """What was checked of the data the model was trained on."""
+    training_data: TrainingData
+    """What is known of the data behind the model."""
     settings: dict[str, Any]
     """All that can change an answer, as plain data; batch size is not among it."""
 
@@ -118,14 +118,14 @@ def prepare(config: EvalConfig) -> Job:
     suite = config.suite
     questions = {(q.family, q.index): q for q in build_questions(suite)}
     target = find_target(config.model)
-    training_data = check_training_data(suite, target.run)
+    training_data = read_training_data(suite, target.run)
     device = choose_device(config.device)
     shape = read_shape(target.weights)
     with torch.device("meta"):
         plan = make_plan(Transformer(shape), config.precision)
     backend = choose_backend(config.precision.backend)
 
-    prompter = Prompter(target.weights, config.chat_template)
+    prompter = Prompter(target.weights, config.chat_template or training_data.chat_template)
     system = SYSTEM_PROMPT if suite.system_prompt is None else suite.system_prompt
     prompts = {key: prompter.prompt_ids(q.question, system) for key, q in questions.items()}
     check_prompts(list(prompts.values()), shape, suite.max_new_tokens)
@@ -248,7 +248,7 @@ def _result(job: Job, completions: list[Completion], work: Work) -> dict[str, An
         "plan": job.plan.summary(),
         "backend": {"name": job.backend.name, "reason": job.backend.reason},
         "coverage": done,
-        "training_data": job.training_data,
+        "training_data": {"checked": list(job.training_data.checked), "unknown": list(job.training_data.unknown)},
         "answers_requested": len(job.requests),
         "answers_received": len(completions),
         "answers_resumed": len(completions) - work.answers,
