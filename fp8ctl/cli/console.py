@@ -11,8 +11,8 @@ from fp8ctl.errors import Fp8ctlError
 
 
 def stdout() -> Console:
-    """For data: tables, reports, JSON."""
-    return Console(soft_wrap=not sys.stdout.isatty())
+    """For data: tables and reports. In a pipe there is no width to ask for, and 80 columns would break most tables."""
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def stderr() -> Console:

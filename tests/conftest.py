@@ -1,0 +1,92 @@
+"""What tests of whole commands share: the command line as a process, a small tokenizer, a small data set."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_TINY = [
+    "model=tiny",
+    "model.shape.vocab_size=512",
+    "model.shape.hidden_size=64",
+    "model.shape.ffn_size=192",
+    "model.shape.head_size=16",
+    "batch.seq_len_tokens=64",
+    "track=jsonl",
+    "engine.device=cpu",
+]
+# a model of some 140,000 parameters that trains in milliseconds
+
+
+@pytest.fixture(scope="session")
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def fp8ctl(environment):
+    """Runs the command line as a user would: fp8ctl("train", "cpt", ..., code=0) -> CompletedProcess."""
+
+    def run(*words: object, code: int | None = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "fp8ctl", *map(str, words)]
+        done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=cwd)
+        assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    """A byte-level BPE tokenizer of 512 tokens, trained on this project's own documentation."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    root = Path(__file__).parent.parent
+    tokenizer.train([str(root / name) for name in ("README.md", "CONTRIBUTING.md", "docs/README.md")], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cpt_data(fp8ctl, tokenizer_folder, tmp_path_factory) -> Path:
+    """A small CPT data set of real text, made by `fp8ctl data prep`."""
+    folder = tmp_path_factory.mktemp("cpt")
+    root = Path(__file__).parent.parent
+    files = sorted([*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("fp8ctl/config/*.py")])
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f.read_text()}) + "\n" for f in files))
+    fp8ctl(
+        "data", "prep", "source=cpt_local", f"sources.0.paths=[{folder / 'text.jsonl'}]", f"tokenizer={tokenizer_folder}",
+        f"out={folder / 'data'}", "validation_share=0.1",
+    )  # fmt: skip
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def train_words(cpt_data):
+    """train_words(run_dir, *overrides): the words of a small `fp8ctl train cpt` on real text."""
+
+    def words(run_dir: Path, *overrides: str) -> list[str]:
+        return ["train", "cpt", *_TINY, f"data.path={cpt_data}", "--run-dir", str(run_dir), *overrides]
+
+    return words
