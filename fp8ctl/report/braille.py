@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import numpy as np
 import plotille
 
@@ -29,8 +31,9 @@ def draw(chart: Chart, width: int, *, with_colors: bool, height: int = 14) -> st
     low, high = limits(chart)
     first, last = x_limits(chart)
     columns = max(20, width - _LABELS - 2)
-    # The top and right edges of the canvas lie outside of it: widen both a little.
-    canvas = plotille.Canvas(columns, height, first, low, last + (last - first) * 0.002, high + (high - low) * 0.002)
+    # The top and right edges of the canvas lie outside of it: one dot more (2 x 4 dots a character) takes them in.
+    right, top = last + (last - first) / (2 * columns), high + (high - low) / (4 * height)
+    canvas = plotille.Canvas(columns, height, first, low, right, top)
     for level, _ in chart.levels:
         for x in np.linspace(first, last, columns):
             canvas.point(float(x), level, color="white" if with_colors else None)
@@ -52,8 +55,13 @@ def draw(chart: Chart, width: int, *, with_colors: bool, height: int = 14) -> st
     axis = f"{'':>{_LABELS}} +{'-' * columns}"
     ends = f"step {first:,.0f}", f"{last:,.0f}"
     scale = f"{'':>{_LABELS + 2}}{ends[0]}{ends[1]:>{columns - len(ends[0])}}"
-    legend = "   ".join(f"{line.label} {line.name.removeprefix(line.label).strip()}" for line in chart.lines)
-    return "\n".join([*plot, axis, scale, f"{'':>{_LABELS + 2}}{legend}"])
+    names = [
+        f"{line.label} {line.name.removeprefix(line.label).strip()}".replace(" ", "\N{NO-BREAK SPACE}")
+        for line in chart.lines
+    ]
+    margin = " " * (_LABELS + 2)
+    legend = textwrap.wrap("   ".join(names), width, initial_indent=margin, subsequent_indent=margin)
+    return "\n".join([*plot, axis, scale, *legend]).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def limits(chart: Chart) -> tuple[float, float]:

@@ -50,7 +50,7 @@ def headlines(report: Json) -> list[Headline]:
         for c in stage["comparisons"]:
             verdict, who = c["verdict"], f"{run(c['candidate'])['title']} against {run(c['baseline'])['title']}"
             which = f"{stage['stage'].upper()}: " if len(report["stages"]) > 1 else ""
-            rule = verdict["rule"] if verdict["rule"] == EVERY else f"decided by the rule `{verdict['rule']}`"
+            rule = verdict["rule"] if verdict["rule"] == EVERY else f"the rule that decided: {verdict['rule']}"
             reasons = [_sentence(reason) for reason in verdict["reasons"]]
             found.append(Headline(verdict["verdict"], tone_of(verdict["verdict"]), f"{which}{who}; {rule}", reasons))
     return found

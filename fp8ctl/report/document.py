@@ -38,6 +38,8 @@ class Table:
     rows: list[list[Cell]]
     note: str = ""
     """How to read it."""
+    group_size: int = 1
+    """Columns, after the first, that a narrow view must not part when it cuts a table of figures in pieces."""
     is_detail: bool = False
     """Shown folded where a view can fold, and left out of the terminal."""
     numbers: bool = True

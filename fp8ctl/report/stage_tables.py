@@ -17,8 +17,6 @@ def efficiency_table(runs: list[Json], comparisons: list[Json]) -> Table | None:
     for run in runs:
         columns += [run["title"]] + ([f"{run['label']} / {runs[0]['label']}"] if run["label"] in ratios else [])
     rows = [_efficiency_row(runs, ratios, *row) for row in _EFFICIENCY]
-    if ratios:
-        rows.insert(2, _ratio_band_row(runs, ratios))
     return Table("efficiency", "Time and memory", columns, rows, _efficiency_note(runs))
 
 
@@ -50,28 +48,21 @@ def _efficiency_row(
     return row
 
 
-def _ratio_band_row(runs: list[Json], ratios: dict[str, Json]) -> list[Cell]:
-    row = [words("95 % band of the median's ratio")]
-    for run in runs:
-        row.append(Cell(""))
-        if run["label"] in ratios:
-            step = ratios[run["label"]].get("step") or {}
-            row.append(words(figures.between(step.get("low"), step.get("high"), "ratio")))
-    return row
-
-
 _MEMORY = {"cpu": "resident set of the largest process", "cuda": "allocated on the fullest GPU"}
 
 
 def _efficiency_note(runs: list[Json]) -> str:
-    parts = [
-        f"{run['label']}: {figures.text(e['num_steps'], 'count')} steps counted, {e['num_warmup']} of warm-up left out"
+    counted = {
+        run["label"]: f"{figures.text(e['num_steps'], 'count')} steps counted, {e['num_warmup']} of warm-up left out"
         for run in runs
         if (e := run["efficiency"])
-    ]
+    }
+    told = "; ".join(f"{label}: {text}" for label, text in counted.items())
+    if len(set(counted.values())) == 1 < len(counted):
+        told = f"{', '.join(counted)}: {next(iter(counted.values()))}"
     memory = _MEMORY.get(runs[0]["device"], "largest of any rank")
     emulated = f"{EMULATED}. " if any(run["is_emulated"] and run["precision"].startswith("FP8") for run in runs) else ""
-    return f"{emulated}{'; '.join(parts)}. Phases are medians. Peak memory: {memory}."
+    return f"{emulated}{told}. Phases are medians. Peak memory: {memory}."
 
 
 def loss_table(runs: list[Json]) -> Table:
@@ -160,9 +151,7 @@ def accuracy_table(runs: list[Json]) -> Table | None:
             total = found["total"] or {}
             rows.append(
                 [
-                    words(run["title"]),
-                    words(found["suite"]),
-                    words(found["precision"]),
+                    words(f"{run['title']}, {found['suite']}, {found['precision']} inference"),
                     _score(total),
                     words(figures.between(total.get("low"), total.get("high"), "share")),
                     figure(total.get("num_questions"), "count"),
@@ -173,18 +162,7 @@ def accuracy_table(runs: list[Json]) -> Table | None:
                 ]
             )
     note = "+- one standard error over questions; the 95 % interval is Wilson's. Cut off: the token budget ended the answer."
-    columns = [
-        "run",
-        "suite",
-        "inference",
-        "accuracy",
-        "95 % interval",
-        "questions",
-        "answers",
-        "cut off",
-        "no answer",
-        "tokens",
-    ]
+    columns = ["run", "accuracy", "95 % interval", "questions", "answers", "cut off", "no answer", "tokens"]
     return Table("accuracy", "Accuracy", columns, rows, note) if rows else None
 
 
@@ -196,29 +174,26 @@ def _score(score: Json) -> Cell:
 def paired_table(runs: list[Json], comparisons: list[Json]) -> Table | None:
     """Paired differences in accuracy: between arms, and between inference precisions of one run."""
     found = [(f"{c['candidate']} against {c['baseline']}", p) for c in comparisons for p in c["paired"]]
-    found += [(f"{run['label']}, inference", p) for run in runs for p in run["inference"]]
+    found += [(run["label"], p) for run in runs for p in run["inference"]]
     rows = []
     for who, p in found:
         d = p["difference"]
         surely: Tone = "bad" if d["high"] is not None and d["high"] < 0 else ""
         rows.append(
             [
-                words(who),
-                words(p["suite"]),
-                words(p["precision"]),
+                words(f"{who}, {p['suite']}, {p['precision']} inference"),
                 figure(p["baseline"], "share"),
                 figure(p["candidate"], "share"),
                 figure(d["value"], "points", surely),
                 words(figures.between(d["low"], d["high"], "points"), surely),
-                figure(p["num_questions"], "count"),
-                words(p["note"]),
+                Cell(figures.text(p["num_questions"], "count") + (f" ({p['note']})" if p["note"] else "")),
             ]
         )
     note = (
         "Points of accuracy, candidate minus baseline, question by question. An interval that holds 0 shows no difference; "
         "it doesn't prove there is none."
     )
-    columns = ["", "suite", "inference", "baseline", "candidate", "difference", "95 % interval", "questions", "note"]
+    columns = ["", "baseline", "candidate", "difference", "95 % interval", "questions"]
     return Table("paired", "Accuracy, paired by question", columns, rows, note) if rows else None
 
 

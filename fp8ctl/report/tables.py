@@ -122,7 +122,7 @@ def glance_table(report: Json) -> Table | None:
     comparisons = [c for stage in report["stages"] for c in stage["comparisons"]]
     if not comparisons:
         return None
-    covered = {run["label"]: (run["coverage"] or {}).get("total") for run in report["runs"]}
+    runs = {run["label"]: run for run in report["runs"]}
     emulated = any(c["speed_is_emulated"] for c in comparisons)
     rows = [
         [words(name)]
@@ -131,21 +131,28 @@ def glance_table(report: Json) -> Table | None:
     rows += [[words(name)] for name in ("validation loss gap", "accuracy difference (points)", "GEMM FLOPs in FP8")]
     columns = [""]
     for c in comparisons:
-        columns += [f"{c['candidate']} / {c['baseline']}", "95 % band"]
+        who = f"{c['candidate']} / {c['baseline']}"
+        columns += [who if c["matched"] else f"{who}, not matched", f"{who}, 95 % band"]
         ratios, gap = c["ratios"] or {}, c["gap"] or {}
         paired: Json = min(c["paired"], key=lambda p: p["difference"]["value"], default={})
         cells = [
             _with_band(ratios.get("step"), "ratio"),
             [figure(ratios.get("memory"), "ratio"), Cell("")],
-            _with_band(gap.get("gap"), "gap"),
+            [words("not finite", "bad"), Cell("")]
+            if _ends_not_finite(runs[c["candidate"]])
+            else _with_band(gap.get("gap"), "gap"),
             [figure(gap.get("validation_gap"), "gap"), Cell("")],
             _with_band(paired.get("difference"), "points"),
-            [figure(covered[c["candidate"]], "share"), Cell("")],
+            [figure((runs[c["candidate"]]["coverage"] or {}).get("total"), "share"), Cell("")],
         ]
         for row, pair in zip(rows, cells, strict=True):
             row += pair
     note = "Candidate against its baseline. Below 1x: less time, less memory. Above 0 %: higher loss."
-    return Table("glance", "At a glance", columns, rows, note)
+    return Table("glance", "At a glance", columns, rows, note, group_size=2)
+
+
+def _ends_not_finite(run: Json) -> bool:
+    return run["loss"]["num_not_finite"] > 0 and run["loss"]["final"] is None
 
 
 def _with_band(interval: Json | None, kind: Kind) -> list[Cell]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rich import box
@@ -18,12 +19,8 @@ STYLES = {"": "", "good": "green", "bad": "bold red", "warn": "yellow", "dim": "
 MAX_WIDTH = 120
 """Widest plot, in characters."""
 
-MIN_COLUMN = 14
-"""Narrowest column of figures before a table of many runs is cut into several."""
-
-
-_PER_RUN = ("glance", "efficiency")
-"""Tables with columns per run."""
+_GAP = 3
+"""Characters between two columns."""
 
 
 def render_terminal(report: dict[str, Any], console: Console) -> None:
@@ -36,6 +33,8 @@ def render_terminal(report: dict[str, Any], console: Console) -> None:
                 console.print(
                     Text(block.word.upper(), style=f"{STYLES[block.tone]} bold"), Text(block.who), soft_wrap=False
                 )
+                if not block.reasons:
+                    continue
                 points = RichTable.grid(padding=(0, 1, 0, 1))
                 for reason in block.reasons:
                     points.add_row("-", Text(reason))
@@ -50,21 +49,26 @@ def render_terminal(report: dict[str, Any], console: Console) -> None:
 
 
 def split(table: Table, width: int) -> list[Table]:
-    """Cuts a table of many runs into tables that fit, each with the row names; tables of text are left to wrap."""
-    if table.key not in _PER_RUN:
+    """Cuts a table that is too wide into parts that fit, each with the row names; tables of text are left to wrap."""
+    columns = list(zip(*(row for row in [[Cell(name) for name in table.columns], *table.rows]), strict=True))
+    widths = [max(len(cell.text) for cell in column) + _GAP for column in columns]
+    parts = [[0]]
+    for start in range(1, len(columns), table.group_size):
+        group = range(start, min(start + table.group_size, len(columns)))
+        if len(parts[-1]) > 1 and sum(widths[i] for i in (*parts[-1], *group)) > width:
+            parts.append([0])
+        parts[-1] += group
+    if len(parts) == 1 or not table.numbers:
         return [table]
-    names = max(len(row[0].text) for row in table.rows) + 4
-    per_table = max(2, (width - names) // MIN_COLUMN)
-    starts = range(1, len(table.columns), per_table)
     return [
-        Table(
-            key=table.key,
-            title=table.title if start == 1 else f"{table.title} (continued)",
-            columns=[table.columns[0], *table.columns[start : start + per_table]],
-            rows=[[row[0], *row[start : start + per_table]] for row in table.rows],
-            note=table.note if start + per_table >= len(table.columns) else "",
+        replace(
+            table,
+            title=table.title if number == 0 else f"{table.title} (continued)",
+            columns=[table.columns[i] for i in part],
+            rows=[[row[i] for i in part] for row in table.rows],
+            note=table.note if number == len(parts) - 1 else "",
         )
-        for start in starts
+        for number, part in enumerate(parts)
     ]
 
 

@@ -32,7 +32,6 @@ ENV: dict[str, Any] = {
     "command": ["fp8ctl", "train", "cpt", "precision=infir2", "data.path=data/with space"],
     "variables": {"OMP_NUM_THREADS": "1"},
 }
-H200 = {"gpus": [{"name": "NVIDIA H200", "memory_bytes": 141 * 2**30, "driver": "580.0"}], "device": "cuda"}
 FAMILIES = ("basic_arithmetic", "chain_sum", "gcd", "letter_counting")
 
 MakeRun = Callable[..., Path]
@@ -54,6 +53,24 @@ def make_run(tmp_path: Path) -> MakeRun:
         return folder
 
     return make
+
+
+@pytest.fixture
+def gpu() -> dict[str, Any]:
+    """env.json of a run on a GPU, where FP8 is real."""
+    return {"gpus": [{"name": "NVIDIA H200", "memory_bytes": 141 * 2**30, "driver": "580.0"}]}
+
+
+@pytest.fixture
+def add_step() -> Callable[..., None]:
+    """add_step(folder, step, loss): appends one step to metrics.jsonl."""
+    return lambda folder, step, loss: write_step(RunPaths(folder), step, loss, 2.0, 2**30, 0.0)
+
+
+@pytest.fixture
+def add_eval() -> Callable[..., None]:
+    """add_eval(folder, "bf16", 0.6): writes one evaluation of a run."""
+    return write_eval
 
 
 def write_run(
