@@ -27,6 +27,11 @@ class Corpus:
                 f"{self.folder} has no {split} split",
                 "prepare it with validation_share above 0" if split == "validation" else "prepare the data again",
             )
+        if manifest.max_token_id >= manifest.vocab_size:
+            raise DataError(
+                f"{self.folder} holds token {manifest.max_token_id:,}, its tokenizer has {manifest.vocab_size:,}",
+                "prepare the data again, with the tokenizer of the model",
+            )
         self._shards = []
         for info in manifest.splits[split]:
             shard = ShardReader(self.folder, info.name, with_mask=self.has_mask)

@@ -128,9 +128,11 @@ class ShardReader:
             raise DataError(f"{folder / name}.idx points to places that do not follow each other", _REMAKE)
         self.starts = ends[bounds_at]
         """Token offset of each document, and the end of the last (int64, shape [documents + 1])."""
-        self._bin = _map(folder / f"{name}.bin", tokens_type)
-        self._mask = _map(folder / f"{name}.mask.bin", np.dtype(np.uint8)) if with_mask else None
-        for file in (self._bin, self._mask):
+        self.all_tokens = _map(folder / f"{name}.bin", tokens_type)
+        """Every id of the shard, documents end to end; a view into the file."""
+        self.all_masks = _map(folder / f"{name}.mask.bin", np.dtype(np.uint8)) if with_mask else None
+        """The mask of the same (uint8), for fine-tuning."""
+        for file in (self.all_tokens, self.all_masks):
             if file is not None and len(file) != ends[-1]:
                 raise DataError(f"{folder / name} holds {len(file):,} tokens, its index {ends[-1]:,}", _REMAKE)
 
@@ -144,12 +146,12 @@ class ShardReader:
 
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> np.ndarray:
         """Ids of a document, or of its tokens start..end; a view into the file."""
-        return self._bin[slice(*self._place(document, start, end))]
+        return self.all_tokens[slice(*self._place(document, start, end))]
 
     def mask(self, document: int, start: int = 0, end: int | None = None) -> np.ndarray:
         """Mask of the same tokens (uint8)."""
-        assert self._mask is not None
-        return self._mask[slice(*self._place(document, start, end))]
+        assert self.all_masks is not None
+        return self.all_masks[slice(*self._place(document, start, end))]
 
     def _place(self, document: int, start: int, end: int | None) -> tuple[int, int]:
         first, last = int(self.starts[document]), int(self.starts[document + 1])

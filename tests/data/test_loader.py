@@ -307,6 +307,11 @@ def test_damaged_shards(tmp_path: Path) -> None:
         loader(path)
 
 
+def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds token 1,000, its tokenizer has 1,000"):
+        loader(make_data(tmp_path / "d", [[2, 1000, 3]]))
+
+
 def test_to_moves_every_tensor(tmp_path: Path) -> None:
     (batch, *_) = loader(make_data(tmp_path / "d", documents())).next_step()
     moved = batch.to("meta")
