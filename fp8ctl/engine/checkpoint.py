@@ -25,6 +25,7 @@ import errno
 import json
 import math
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -171,7 +172,7 @@ def _make_room(engine: Engine, temporary: Path) -> None:
     free = shutil.disk_usage(temporary).free
     if free < needed:
         raise CheckpointError(
-            f"the disk has {free / 1e9:.1f} GB free, a checkpoint takes {needed / 1e9:.1f} GB",
+            f"the disk has {free / 1e9:.3g} GB free, a checkpoint takes about {needed / 1e9:.3g} GB",
             "free some space or lower loop.keep_checkpoints; older checkpoints are untouched",
         )
 
@@ -319,8 +320,15 @@ def _save(value: Any, path: str | Path) -> None:
 
 
 def _load(path: str | Path) -> Any:
-    with torch.serialization.safe_globals(_trusted_types()):
-        return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        with torch.serialization.safe_globals(_trusted_types()):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's text advises to trust the file
+        raise CheckpointError(
+            f"{path} holds what no checkpoint of this version holds, and was not loaded",
+            "resume with the version that wrote it; do not trust the file if it came from someone else",
+        ) from error
 
 
 def _trusted_types() -> list[Any]:

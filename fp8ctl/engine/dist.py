@@ -48,9 +48,10 @@ class Dist:
         rank, local_rank, world_size = _place()
         device = _device(engine.device, local_rank)
         torch.set_num_threads(launch.threads_per_rank)
-        # DeepSpeed reads both when it is imported or initialised, and has no other way to be told
+        # DeepSpeed has no other way to be told. Without the last it forks numactl at each reduction on a CPU
         os.environ["DS_ACCELERATOR"] = device.type
         os.environ["LOCAL_RANK"] = str(local_rank)
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
         if not torch_dist.is_initialized():
             _join(device, rank, world_size, timedelta(seconds=launch.collective_timeout_s))
         _quiet_deepspeed(device)

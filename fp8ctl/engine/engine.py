@@ -91,9 +91,7 @@ class Engine:
             loss_sum: scalar, the sum of the token losses of this rank's micro-batch.
             num_trainable: tokens that carry loss in the global batch of this step, over all ranks and micro-batches.
         """
-        assert self._micro_step < self.grad_accum_steps, (
-            "all micro-batches of this step are in: prepare_step comes next"
-        )
+        assert self._micro_step < self.grad_accum_steps, "all micro-batches are in: prepare_step comes next"
         self._micro_step += 1
         self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == self.grad_accum_steps)
         ranks = self.dist.world_size if reduces_by_mean(self.zero_stage) else 1
@@ -156,7 +154,8 @@ class Engine:
 
     def _finish_step(self, *, vetoed: bool) -> None:
         self._optimizer.vetoed = vetoed
-        self.deepspeed.step()
+        with quiet():  # DeepSpeed may warn that it skips a step of its own accord, which is what was asked for
+            self.deepspeed.step()
         self._micro_step, self._grad_norm = 0, None
 
     def _reduced_gradients(self) -> tuple[list[Tensor], bool]:

@@ -145,13 +145,14 @@ def _adder(accumulator: Tensor) -> Callable[[Tensor], None]:
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """FP64 scalar: sum of the squares of all elements.
 
-    FP32 norms of rows of 1,024 elements, summed in FP64. A plain FP32 norm on a CPU adds millions of squares one after
-    the other and was 1.6e-3 too small for 28M elements (an embedding); these rows are right to 1e-9 at the same speed.
+    FP32 norms of rows of 256 elements, summed in FP64. A plain FP32 norm on a CPU adds millions of squares one after the
+    other and was 1.6e-3 too small for 28M elements (an embedding); with these rows the error stays below 1e-7 at the
+    same speed.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
-        whole = flat.numel() // 1024 * 1024
-        total += torch.linalg.vector_norm(flat[:whole].view(-1, 1024), dim=1).double().square().sum()
+        whole = flat.numel() // 256 * 256
+        total += torch.linalg.vector_norm(flat[:whole].view(-1, 256), dim=1).double().square().sum()
         total += flat[whole:].double().square().sum()
     return total

@@ -39,7 +39,12 @@ def settings(stage: int, dtype: str, *, rows: int = ROWS, micro_rows: int = 1, *
 
 def start(config: TrainConfig) -> Dist:
     """This process's place among the ranks."""
-    return Dist.start(config.engine, LaunchConfig(collective_timeout_s=60))
+    dist = Dist.start(config.engine, LaunchConfig(collective_timeout_s=60))
+    import deepspeed.runtime.bf16_optimizer
+
+    # A report of memory use, which collects garbage six times per engine: seconds in a test process
+    deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
+    return dist
 
 
 def make_engine(
