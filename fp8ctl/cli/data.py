@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fp8ctl.cli.console import say, stdout
 from fp8ctl.cli.options import AsJson, Overrides
+from fp8ctl.cli.progress import progress
+
+if TYPE_CHECKING:
+    from fp8ctl.data.prepare import Counts
 
 app = typer.Typer(help="Prepare training data and look at it.", no_args_is_help=True)
+PERCENTILES = (5, 50, 95, 100)
 Folder = Annotated[Path, typer.Argument(help="Data set folder.")]
 
 
@@ -23,17 +28,27 @@ def prep(overrides: Overrides = None) -> None:
 
     config = compose("data_prep", overrides or [])
     check_data_prep(config)
-    manifest = prepare(config, progress=say)
+    with progress("rows") as report:
+        manifest = prepare(config, progress=lambda counts: report(counts.rows, None, _counted(counts)))
     say(f"data set written: {manifest}")
+
+
+def _counted(counts: Counts) -> str:
+    bad = f", {counts.bad:,} bad (first: {counts.first_bad})" if counts.bad else ""
+    dropped = "".join(f", {n:,} dropped: {reason}" for reason, n in counts.dropped.items())
+    return f"{counts.documents:,} documents, {counts.tokens:,} tokens{dropped}{bad}"
 
 
 @app.command()
 def verify(path: Folder) -> None:
-    """Checks hashes, sizes and token ids against the manifest."""
+    """Checks every byte, size and token id against the manifest; exits 1 when something is wrong."""
     from fp8ctl.data.inspect import verify as verify_data
 
-    for line in verify_data(path):
+    problems = verify_data(path, progress=lambda shard: say(f"reading {shard}"))
+    for line in problems or [f"{path}: all is as the manifest says"]:
         stdout().print(line, highlight=False, markup=False)
+    if problems:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -41,14 +56,23 @@ def stats(path: Folder, as_json: AsJson = False) -> None:
     """Documents, tokens and lengths of a data set."""
     import json
 
+    from rich.table import Table
+
     from fp8ctl.data.inspect import stats as data_stats
 
     figures = data_stats(path)
     if as_json:
         print(json.dumps(figures, indent=2))
         return
-    for name, value in figures.items():
-        stdout().print(f"{name}: {value}", highlight=False, markup=False)
+    table = Table("split", "documents", "tokens", "trained", "mean", *(f"p{p}" for p in PERCENTILES), box=None)
+    for split, of in figures["splits"].items():
+        lengths = (f"{of['length_percentiles'][str(p)]:,}" for p in PERCENTILES)
+        row = (f"{of['documents']:,}", f"{of['tokens']:,}", f"{of['trained_tokens']:,}", f"{of['mean_length']:,.0f}")
+        table.add_row(split, *row, *lengths)
+    stdout().print(f"{figures['kind']} data set, fingerprint {figures['fingerprint']}", highlight=False)
+    stdout().print(table)
+    for warning in figures["warnings"]:
+        stdout().print(f"warning: {warning}", markup=False, highlight=False)
 
 
 @app.command()
@@ -57,7 +81,15 @@ def cat(
     doc: Annotated[int, typer.Option("--doc", help="Number of the document, from 0.")] = 0,
     split: Annotated[str, typer.Option("--split", help="train or validation.")] = "train",
 ) -> None:
-    """Decodes one document; in a fine-tuning set the trained tokens are marked."""
+    """Decodes one document; in a fine-tuning set the trained tokens stand in green, between >>> and <<<."""
+    from rich.text import Text
+
     from fp8ctl.data.inspect import show_document
 
-    stdout().print(show_document(path, doc, split=split), highlight=False, markup=False)
+    document = show_document(path, doc, split=split)
+    marked = 0 < document.trained_tokens < document.tokens
+    text = Text()
+    for piece, trained in document.pieces:
+        text.append(f">>>{piece}<<<" if marked and trained else piece, style="green" if marked and trained else "")
+    stdout().print(text, soft_wrap=True)
+    say(f"document {document.number}: {document.tokens:,} tokens, {document.trained_tokens:,} trained")

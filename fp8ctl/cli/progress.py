@@ -15,9 +15,9 @@ _LINE_EVERY_S = 5.0
 
 
 class Report(Protocol):
-    """Called by the work: so much of so much is done, and what it is busy with."""
+    """Called by the work: how much is done, of how much where that is known, and a few words."""
 
-    def __call__(self, done: int, total: int, what: str = "") -> None: ...
+    def __call__(self, done: int, total: int | None, what: str = "") -> None: ...
 
 
 @contextmanager
@@ -25,23 +25,25 @@ def progress(title: str) -> Iterator[Report]:
     """Gives the callable to hand to the work; shows it on stderr."""
     console = stderr()
     if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, total=None)
 
-            def on_terminal(done: int, total: int, what: str = "") -> None:
-                bar.update(task, completed=done, total=total, description=f"{title}: {what}" if what else title)
+            def on_terminal(done: int, total: int | None, what: str = "") -> None:
+                text = title if total is not None else f"{title}: {done:,}"
+                bar.update(task, completed=done, total=total, description=f"{text}  {what}" if what else text)
 
             yield on_terminal
         return
 
     last_s = float("-inf")
 
-    def in_lines(done: int, total: int, what: str = "") -> None:
+    def in_lines(done: int, total: int | None, what: str = "") -> None:
         nonlocal last_s
         now_s = time.monotonic()
         if now_s - last_s >= _LINE_EVERY_S or done == total:
             last_s = now_s
-            say(f"{title}: {done:,}/{total:,}" + (f"  {what}" if what else ""))
+            of = "" if total is None else f"/{total:,}"
+            say(f"{title}: {done:,}{of}" + (f"  {what}" if what else ""))
 
     yield in_lines
