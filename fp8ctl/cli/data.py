@@ -24,13 +24,16 @@ def prep(overrides: Overrides = None) -> None:
     """Text or conversations to token shards: fp8ctl data prep source=python_stdlib tokenizer=FOLDER out=FOLDER."""
     from fp8ctl.config.checks import check_data_prep
     from fp8ctl.config.compose import compose
+    from fp8ctl.data.manifest import Manifest
     from fp8ctl.data.prepare import prepare
 
     config = compose("data_prep", overrides or [])
     check_data_prep(config)
     with progress("rows") as report:
         manifest = prepare(config, progress=lambda counts: report(counts.rows, None, _counted(counts)))
-    say(f"data set written: {manifest}")
+    for warning in Manifest.read(manifest.parent).warnings:
+        say(f"warning: {warning}")
+    say(f"data set written: {manifest.parent}")
 
 
 def _counted(counts: Counts) -> str:

@@ -140,12 +140,12 @@ class DataConfig(Settings):
 
 
 class RecipeConfig(Settings):
-    """Number formats of the three GEMMs of one linear layer."""
+    """Number formats of the three GEMMs of one linear layer: activations and output gradients are scaled by 1x128 tile,
+    weights by 128x128 block.
+    """
 
     name: str = "infir2"
     """Name shown in plans and reports."""
-    granularity: Literal["tile_block"] = "tile_block"
-    """tile_block: 1x128 tiles for activations and output gradients, 128x128 blocks for weights."""
     scale: Literal["pow2", "fp32"] = "pow2"
     """pow2: scales rounded to a power of two. fp32: exact amax/448."""
     grad_format: Literal["e4m3", "e5m2"] = "e4m3"
