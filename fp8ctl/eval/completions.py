@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -22,7 +22,8 @@ from fp8ctl.errors import ConfigError, DataError
 from fp8ctl.track.record import append_jsonl, write_json
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Key:
     """One requested answer."""
 
     family: str
@@ -93,7 +94,9 @@ class CompletionStore:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise ConfigError(f"another evaluation is writing to {self.folder}", "wait for it, or give another out=FOLDER") from None
+            raise ConfigError(
+                f"another evaluation is writing to {self.folder}", "wait for it, or give another out=FOLDER"
+            ) from None
         try:
             self._claim()
             self.completions = {c.key: c for c in self._read()}
@@ -136,7 +139,9 @@ class CompletionStore:
                     "give another name=NAME or out=FOLDER, or delete the folder to start afresh",
                 )
         elif self.completions_path.exists():
-            raise ConfigError(f"{self.folder} holds answers of unknown settings", "give another name=NAME or out=FOLDER")
+            raise ConfigError(
+                f"{self.folder} holds answers of unknown settings", "give another name=NAME or out=FOLDER"
+            )
         else:
             write_json(self._settings_path, self._settings)
 
@@ -155,7 +160,8 @@ class CompletionStore:
                 found.append(Completion(**json.loads(line)))
             except (ValueError, TypeError):
                 raise DataError(
-                    f"{self.completions_path} line {number} is no answer of this version", "delete the folder to start afresh"
+                    f"{self.completions_path} line {number} is no answer of this version",
+                    "delete the folder to start afresh",
                 ) from None
         return found
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from fp8ctl.errors import ModelError
@@ -76,7 +77,7 @@ class _Slot:
         return len(self.request.prompt_ids) + len(self.tokens) - 1
 
 
-def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+def shared_tokens(prompts: Sequence[tuple[int, ...]]) -> int:
     """How many tokens all prompts begin with, at least one left over for each."""
     first, last = min(prompts), max(prompts)  # in order of tokens, what these two share all the others share
     longest = min(len(p) for p in prompts) - 1
@@ -124,7 +125,9 @@ class _Batch:
         num_rows = min(batch_size, len(requests))
         # the last token of an answer is never looked at again, so it needs no place
         max_tokens = longest + protocol.max_new_tokens - 1
-        self.cache = KVCache(model.shape, num_rows=num_rows, max_tokens=max_tokens, dtype=weight.dtype, device=self.device)
+        self.cache = KVCache(
+            model.shape, num_rows=num_rows, max_tokens=max_tokens, dtype=weight.dtype, device=self.device
+        )
         self.slots: list[_Slot | None] = [None] * num_rows
         self.shared = self._prefill_shared(requests) if protocol.shared_tokens else None
         self.uniform_BA = torch.zeros(0, dtype=torch.float64)
@@ -159,7 +162,9 @@ class _Batch:
         """Keys and values of what all prompts begin with."""
         shared = requests[0].prompt_ids[: self.protocol.shared_tokens]
         assert all(r.prompt_ids[: len(shared)] == shared and len(r.prompt_ids) > len(shared) for r in requests)
-        cache = KVCache(self.model.shape, num_rows=1, max_tokens=len(shared), dtype=self.cache.k_LBKSH.dtype, device=self.device)
+        cache = KVCache(
+            self.model.shape, num_rows=1, max_tokens=len(shared), dtype=self.cache.k_LBKSH.dtype, device=self.device
+        )
         self.model.extend(cache, [shared], [0])
         return cache
 
@@ -172,7 +177,8 @@ class _Batch:
         """Gives waiting prompts neighbouring free rows, as many as one pass takes."""
         if not self.waiting or None not in self.slots:
             return []
-        row, rows, num_tokens = self.slots.index(None), [], 0
+        row, num_tokens = self.slots.index(None), 0
+        rows: list[int] = []
         while row < len(self.slots) and self.slots[row] is None and self.waiting:
             num_tokens += len(self.waiting[0].prompt_ids) - self.protocol.shared_tokens
             if rows and num_tokens > _PREFILL_TOKENS:
@@ -180,11 +186,13 @@ class _Batch:
             request = self.waiting.popleft()
             self.slots[row] = _Slot(request, [])
             if not self.protocol.sampling.is_greedy:
-                numbers = stream(self.protocol.seed, *request.key, count=self.protocol.max_new_tokens)
-                self.uniform_BA[row] = torch.from_numpy(numbers)
+                self.uniform_BA[row] = torch.from_numpy(self._stream(request.key))
             rows.append(row)
             row += 1
         return rows
+
+    def _stream(self, key: Key) -> np.ndarray:
+        return stream(self.protocol.seed, key.family, key.index, key.sample, self.protocol.max_new_tokens)
 
     def _prefill(self, rows: list[int]) -> torch.Tensor:
         """Computes prompts from where they part; gives the logits after each."""

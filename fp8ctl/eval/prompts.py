@@ -42,7 +42,9 @@ class Prompter:
         found = set(_end_of_text(self.weights))
         if self.tokenizer.eos_id is not None:
             found.add(self.tokenizer.eos_id)
-        text, _ = self.template.render([*_conversation("question", "system"), {"role": "assistant", "content": _ANSWER}])
+        text, _ = self.template.render(
+            [*_conversation("question", "system"), {"role": "assistant", "content": _ANSWER}]
+        )
         _, _, after_answer = text.rpartition(_ANSWER)
         if end_of_turn := self.tokenizer.special_pattern.search(after_answer):
             found.add(self.tokenizer.special_tokens[end_of_turn.group()])
@@ -88,7 +90,9 @@ def _end_of_text(weights: Path) -> list[int]:
             try:
                 value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
             except (ValueError, AttributeError):
-                raise ModelError(f"{path} is not a JSON object", "copy it again from where the model came from") from None
+                raise ModelError(
+                    f"{path} is not a JSON object", "copy it again from where the model came from"
+                ) from None
         if value is not None:
             return [value] if isinstance(value, int) else [int(v) for v in value]
     return []

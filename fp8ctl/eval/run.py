@@ -151,7 +151,9 @@ def prepare(config: EvalConfig) -> Job:
         "dtype": config.dtype,
         "device": device.type,
     }
-    return Job(config, target, shape, plan, backend, device, prompter, questions, requests, protocol, training_data, settings)
+    return Job(
+        config, target, shape, plan, backend, device, prompter, questions, requests, protocol, training_data, settings
+    )
 
 
 def choose_device(asked: str) -> torch.device:

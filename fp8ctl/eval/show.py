@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+
 def result_table(result: dict[str, Any]) -> RenderableType:
     """One evaluation: accuracies with standard errors and intervals, how answers ended, what ran, how fast."""
     title = f"{result['suite']}, {result['precision']} inference: share of right answers in %"
@@ -43,7 +44,9 @@ def _notes(result: dict[str, Any]) -> list[str]:
     lines.append(f"precision  {result['plan']}; {result['dtype']} elsewhere, on {result['device']}")
     if result["coverage"] is not None:
         share, count = result["coverage"]["fp8_share"]["fprop"] or 0.0, result["coverage"]["fp8_linears"]
-        lines.append(f"ran        {count} of {result['coverage']['num_linears']} linears in FP8, {100 * share:.1f} % of the linear FLOPs")
+        lines.append(
+            f"ran        {count} of {result['coverage']['num_linears']} linears in FP8, {100 * share:.1f} % of the linear FLOPs"
+        )
     if result["tokens_per_second"] is not None:
         resumed = f" ({result['answers_resumed']} answers were there before)" if result["answers_resumed"] else ""
         lines.append(f"speed      {result['tokens_per_second']:,.0f} tokens/s, {result['seconds']:.0f} s{resumed}")

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 CONFIDENCE = 0.95
 """Coverage that `low` and `high` aim at."""
@@ -31,7 +32,7 @@ class Estimate:
     num_answers: int
 
 
-def estimate(scores: Mapping[object, Sequence[float]]) -> Estimate:
+def estimate(scores: Mapping[Any, Sequence[float]]) -> Estimate:
     """Accuracy of a set of questions.
 
     Over several families this pools their questions: the spread between families counts as spread between questions, which

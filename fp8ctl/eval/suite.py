@@ -15,7 +15,9 @@ def build_questions(suite: SuiteConfig) -> list[RgQuestion]:
         DataError: a family has not so many different questions.
     """
     if not suite.families:
-        raise ConfigError(f"suite {suite.name} has no questions", "choose suite=smoke or suite=reasoning, or set suite.families")
+        raise ConfigError(
+            f"suite {suite.name} has no questions", "choose suite=smoke or suite=reasoning, or set suite.families"
+        )
     if twice := sorted({f for f in suite.families if suite.families.count(f) > 1}):
         raise ConfigError(f"suite.families names {', '.join(twice)} more than once", "name each family once")
     return [q for family in suite.families for q in iter_questions(family, suite.num_questions, suite.seed)]

@@ -51,7 +51,9 @@ def find_target(model: str | None) -> Target:
     if weights.name != WEIGHTS or not checkpoint.name.startswith("step-"):
         return Target(weights)
     if not (checkpoint / MANIFEST).is_file():
-        raise ModelError(f"checkpoint {checkpoint} is incomplete", "give the run folder: its newest complete checkpoint is taken")
+        raise ModelError(
+            f"checkpoint {checkpoint} is incomplete", "give the run folder: its newest complete checkpoint is taken"
+        )
     run = checkpoint.parent.parent
     return Target(weights, run if RunPaths(run).config.is_file() else None, checkpoint_step(checkpoint))
 

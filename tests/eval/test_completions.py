@@ -88,7 +88,10 @@ def test_answers_of_unknown_settings_are_refused(tmp_path: Path) -> None:
 
 
 def test_second_writer_is_refused(tmp_path: Path) -> None:
-    with CompletionStore(tmp_path, SETTINGS), pytest.raises(ConfigError, match="another evaluation is writing") as caught:
+    with (
+        CompletionStore(tmp_path, SETTINGS),
+        pytest.raises(ConfigError, match="another evaluation is writing") as caught,
+    ):
         CompletionStore(tmp_path, SETTINGS).__enter__()
     assert "wait for it" in (caught.value.hint or "")
 

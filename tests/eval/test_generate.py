@@ -57,7 +57,7 @@ def by_key(answers: Iterable[Generated]) -> dict[Key, tuple[tuple[int, ...], int
 def plainly(model: Transformer, request: Request, protocol: Protocol) -> tuple[tuple[int, ...], int, str]:
     """One answer, the whole sequence computed again for every token."""
     ids = list(request.prompt_ids)
-    uniform = torch.from_numpy(stream(protocol.seed, *request.key, count=protocol.max_new_tokens))
+    uniform = torch.from_numpy(stream(protocol.seed, *dataclasses.astuple(request.key), count=protocol.max_new_tokens))
     for count in range(1, protocol.max_new_tokens + 1):
         n = len(ids)
         hidden = model(torch.tensor(ids), torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n)

@@ -18,7 +18,9 @@ SUITE = SuiteConfig(families=("chain_sum", "lcm"), seed=7)
 MakeRun = Callable[..., RunPaths]
 
 
-def make_data(folder: Path, source: dict[str, Any], stage: Literal["cpt", "sft"] = "sft", template: str | None = None) -> Path:
+def make_data(
+    folder: Path, source: dict[str, Any], stage: Literal["cpt", "sft"] = "sft", template: str | None = None
+) -> Path:
     folder.mkdir()
     Manifest(
         kind=stage,

@@ -14,6 +14,8 @@ from fp8ctl.data.reasoning_gym import SYSTEM_PROMPT, iter_questions, messages
 from fp8ctl.errors import DataError, ModelError
 from fp8ctl.eval.prompts import Prompter, check_prompts
 
+LAST_MESSAGE = "{{ messages[-1].content }}"
+
 
 def test_prompt_is_the_beginning_of_the_trained_conversation(model_folder: Path) -> None:
     prompter = Prompter(model_folder)
@@ -44,13 +46,19 @@ def copy_with(model_folder: Path, folder: Path, **files: object) -> Path:
 def test_stop_tokens_come_from_all_places(model_folder: Path, tmp_path: Path) -> None:
     one = copy_with(model_folder, tmp_path / "one", generation_config={"eos_token_id": 77})
     assert Prompter(one).stop_ids() == {77, 0, 2}  # eos of the folder, of the tokenizer, end of turn
-    none = copy_with(model_folder, tmp_path / "none", generation_config={"eos_token_id": None}, config={"eos_token_id": [8, 9]})
+    none = copy_with(
+        model_folder, tmp_path / "none", generation_config={"eos_token_id": None}, config={"eos_token_id": [8, 9]}
+    )
     assert Prompter(none).stop_ids() == {8, 9, 0, 2}
 
 
 def test_what_is_said_about_a_folder_that_can_not_chat(model_folder: Path, tmp_path: Path) -> None:
     endless = copy_with(
-        model_folder, tmp_path / "endless", generation_config=None, config={}, tokenizer_config={"chat_template": "{{ messages[-1].content }}"}
+        model_folder,
+        tmp_path / "endless",
+        generation_config=None,
+        config={},
+        tokenizer_config={"chat_template": LAST_MESSAGE},
     )
     with pytest.raises(ModelError, match="no token ends an answer in") as caught:
         Prompter(endless).stop_ids()
@@ -66,7 +74,15 @@ def test_what_is_said_about_a_folder_that_can_not_chat(model_folder: Path, tmp_p
 
 
 SHAPE = ModelShape(
-    family="llama", num_layers=1, hidden_size=8, ffn_size=8, num_heads=1, num_kv_heads=1, head_size=8, vocab_size=10, max_positions=20
+    family="llama",
+    num_layers=1,
+    hidden_size=8,
+    ffn_size=8,
+    num_heads=1,
+    num_kv_heads=1,
+    head_size=8,
+    vocab_size=10,
+    max_positions=20,
 )
 
 
@@ -74,7 +90,9 @@ def test_prompts_that_the_model_can_not_take() -> None:
     check_prompts([(1, 2), (9,)], SHAPE, 18)
     with pytest.raises(ModelError, match="the tokenizer gives token 10, the model's vocabulary has 10"):
         check_prompts([(1, 10)], SHAPE, 1)
-    with pytest.raises(ModelError, match="prompts of up to 2 tokens and answers of 19 exceed the model's 20 positions") as caught:
+    with pytest.raises(
+        ModelError, match="prompts of up to 2 tokens and answers of 19 exceed the model's 20 positions"
+    ) as caught:
         check_prompts([(1, 2), (9,)], SHAPE, 19)
     assert caught.value.hint == "set suite.max_new_tokens=18 or less"
     with pytest.raises(ModelError) as caught:

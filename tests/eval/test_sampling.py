@@ -57,7 +57,7 @@ def test_nucleus_is_the_smallest_set_with_the_mass(monkeypatch: pytest.MonkeyPat
 
 
 def test_flat_distribution_needs_more_than_the_first_guess() -> None:
-    found = frequencies(torch.zeros(1000), Sampling(1.0, 0.9495))
+    found = frequencies(torch.zeros(1000), Sampling(1.0, 0.9495), count=4000)
     assert int((found > 0).sum()) == 950
 
 
