@@ -91,12 +91,18 @@ class MlflowSink:
         self._thread.start()
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
-        """Queues values of one step and returns at once; when the queue is full the oldest values make room."""
+        """Queues values of one step and returns at once; when the queue is full the oldest values make room.
+
+        What is no number is left out.
+        """
         now_ms = time.time_ns() // 1_000_000
         for name, value in values.items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                continue
             # MLflow stores infinity as 1.8e308, which ruins every chart; NaN it keeps and leaves out of charts
-            number = float(value) if math.isfinite(value) else math.nan
-            self._queue.append((_key(name), number, now_ms, step))
+            self._queue.append((_key(name), number if math.isfinite(number) else math.nan, now_ms, step))
 
     def close(self, state: State, files: Sequence[Path] = ()) -> None:
         """Hands over what is queued, and `files` as artifacts; ends the MLflow run as `state`; waits a limited time."""

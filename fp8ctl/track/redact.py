@@ -163,6 +163,18 @@ def redact(value: Any, name: str = "") -> Any:
     return value
 
 
+def secret_places(value: Any, name: str = "") -> list[str]:
+    """Dotted names of the values in nested plain data that `redact` would change: where secrets stand and must not."""
+    if isinstance(value, Mapping) and not (name and is_secret_name(name)):
+        items: list[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, (list, tuple)) and not (name and is_secret_name(name)):
+        items = list(enumerate(value))
+    else:
+        plain = str(value) if isinstance(value, Path) else value
+        return [name] if redact(plain, name.rpartition(".")[2]) != plain else []
+    return [place for key, item in items for place in secret_places(item, f"{name}.{key}" if name else str(key))]
+
+
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line without secrets: `--token X`, `--token=X`, Hydra's `a.password=X`, and every known shape."""
     out: list[str] = []

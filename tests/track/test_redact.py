@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8ctl.track.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
+from fp8ctl.track.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text, secret_places
 
 SECRET = "zQ7pLm2vX9rT4kB8nW3y"
 
@@ -131,6 +131,18 @@ def test_plain_data_is_walked() -> None:
         "credentials": REDACTED,
         "x": 1.5,
     }
+
+
+def test_places_of_secrets_are_named() -> None:
+    settings = {
+        "track": {"mlflow_uri": "https://u:p@h/", "experiment": "x", "token": SECRET, "max_tokens": 5},
+        "sources": [{"path": Path("/a")}, {"path": f"https://h/?sig={SECRET}"}],
+        "credentials": {"a": 1},
+        "token": 7,
+        "password": None,
+    }
+    assert secret_places(settings) == ["track.mlflow_uri", "track.token", "sources.1.path", "credentials"]
+    assert secret_places({"a": {"b": [1, "c"]}}) == []
 
 
 def test_command_lines() -> None:

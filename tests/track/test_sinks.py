@@ -76,7 +76,7 @@ def test_two_trackers_feed_one_run(
     second = tracker(paths, {"seed": 1, "optim": {"lr": 2e-4}, "new": True})
     for step in range(31, 61):
         second.log(stats(step, loss=3 - step / 100))
-    second.log_values(60, {"eval/accuracy": 0.25, "odd name!?": 1.0})
+    second.log_values(60, {"eval/accuracy": 0.25, "odd name!?": 1.0, "absent": None})  # type: ignore[dict-item]
     second.close("finished")
     second.close("failed")  # the first one counts
 
