@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pydantic import ValidationError
+
 from fp8ctl.config.schema import ModelShape, RopeScaling
 from fp8ctl.errors import ModelError
 
@@ -42,12 +44,25 @@ def shape_from_hf_config(config: dict[str, Any]) -> ModelShape:
             f"config.json asks for what this model lacks: {'; '.join(problems)}", "only plain dense models can be read"
         )
 
-    num_heads = config["num_attention_heads"]
+    try:
+        shape = _shape(config)
+    except ValidationError as e:
+        fields = ", ".join(str(problem["loc"][-1]) for problem in e.errors())
+        raise ModelError(
+            f"config.json holds values that fit no model: {fields}", "use the config.json that came with the weights"
+        ) from None
+    check_shape(shape)
+    return shape
+
+
+def _shape(config: dict[str, Any]) -> ModelShape:
+    num_heads, head_size = config["num_attention_heads"], config.get("head_dim")
+    if not head_size:
+        # Qwen3 has 128 whatever the hidden size; the others derive it
+        head_size = 128 if config["model_type"] == "qwen3" else config["hidden_size"] // num_heads
     rope_base, rope_scaling = _rope(config)
-    # Qwen3 states 128 where the key is absent, whatever the hidden size; the others derive it
-    head_size = config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // num_heads)
-    shape = ModelShape(
-        family=family,
+    return ModelShape(
+        family=config["model_type"],
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         ffn_size=config["intermediate_size"],
@@ -62,8 +77,6 @@ def shape_from_hf_config(config: dict[str, Any]) -> ModelShape:
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         init_std=config.get("initializer_range") or 0.02,
     )
-    check_shape(shape)
-    return shape
 
 
 def check_shape(shape: ModelShape) -> None:
@@ -116,7 +129,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     if rope.get("rope_type", rope.get("type", "default")) == "default":
         return base, None
     return base, RopeScaling(
-        factor=rope["factor"],
+        factor=rope.get("factor"),
         low_freq_factor=rope.get("low_freq_factor", 1.0),
         high_freq_factor=rope.get("high_freq_factor", 4.0),
         original_max_positions=rope.get("original_max_position_embeddings") or config["max_position_embeddings"],
