@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -29,10 +30,11 @@ SHAPE = ModelShape(
 
 
 def settings(stage: int, dtype: str, *, rows: int = ROWS, micro_rows: int = 1, **optim: float) -> TrainConfig:
-    """Settings of a run on the CPU; the global batch has `rows` rows."""
+    """Settings of a run whose global batch has `rows` rows, on the CPU unless FP8CTL_TEST_DEVICE says otherwise."""
+    device = os.environ.get("FP8CTL_TEST_DEVICE", "cpu")
     return TrainConfig(
         batch=BatchConfig(seq_len_tokens=TOKENS, micro_batch_rows=micro_rows, global_batch_rows=rows),
-        engine=EngineConfig(zero_stage=stage, dtype=dtype, device="cpu"),
+        engine=EngineConfig(zero_stage=stage, dtype=dtype, device=device),
         optim=OptimConfig(**{"clip_grad_norm": 1.0, **optim}),
     )
 
@@ -83,7 +85,8 @@ def run_backward(engine: Engine, config: TrainConfig, step: int, *, poison: floa
     for i in range(engine.grad_accum_steps):
         first = i * world * micro + engine.dist.rank * micro
         batch = rows_batch(step, list(range(first, first + micro)), vocabulary)
-        loss = engine.forward(**batch)
+        on_device = {k: v.to(engine.dist.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        loss = engine.forward(**on_device)
         engine.backward(loss * poison, num_trainable=rows * TOKENS)
         total += loss.item()
     (total,) = engine.dist.all_reduce_floats([total])

@@ -13,6 +13,7 @@ from typing import Any
 
 import engine_cases
 import pytest
+import torch
 from engine_cases import DTYPES, STAGES, make_engine, run_step, settings
 
 from fp8ctl.engine import checkpoint
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow
 everywhere = pytest.mark.parametrize(("stage", "dtype"), [(s, d) for d in DTYPES for s in STAGES])
 
 
-def start_two_ranks(part: str, root: Path, **environment: str) -> dict[str, Any]:
+def start_ranks(part: str, root: Path, *, ranks: int = 2, **environment: str) -> dict[str, Any]:
     """What rank 0 saw, and what all ranks wrote to the terminal."""
     out = root / f"{part}.json"
     env = {
@@ -30,7 +31,7 @@ def start_two_ranks(part: str, root: Path, **environment: str) -> dict[str, Any]
         for k, v in os.environ.items()
         if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "--"]
     command += [str(Path(__file__).with_name("two_ranks.py")), part, str(root), str(out)]
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
@@ -45,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(root: Path) -> dict[str, Any]:
-    return start_two_ranks("first", root, TORCH_EXTENSIONS_DIR=str(root / "compiled"))
+    return start_ranks("first", root, TORCH_EXTENSIONS_DIR=str(root / "compiled"))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def second(root: Path, first: dict[str, Any]) -> dict[str, Any]:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    return start_two_ranks("second", root)
+    return start_ranks("second", root)
 
 
 @everywhere
@@ -133,6 +134,27 @@ def test_nothing_is_compiled_and_nothing_printed(root: Path, first: dict[str, An
         assert seen["stdout"] == ""
         talk = [line for line in seen["stderr"].splitlines() if "torch.distributed" not in line and line.strip("* ")]
         assert talk == []
+
+
+@pytest.mark.gpu
+def test_gpus(tmp_path: Path) -> None:
+    """Every stage on as many GPUs as there are, at most two: training, veto, failing saves, exact resume."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    ranks = min(2, torch.cuda.device_count())
+    first = start_ranks("first", tmp_path, ranks=ranks, FP8CTL_TEST_DEVICE="cuda")
+    (tmp_path / "damaged").mkdir()
+    second = start_ranks("second", tmp_path, ranks=ranks, FP8CTL_TEST_DEVICE="cuda")
+    assert len(first["runs"]) == len(second["runs"]) == len(STAGES) * len(DTYPES)
+    for name, straight in first["runs"].items():
+        numbers, expected = straight["numbers"], first["runs"][f"0-{name[2:]}"]["numbers"]
+        assert numbers == [pytest.approx(e, rel=1e-5 if name.endswith("fp32") else 5e-3) for e in expected]
+        assert second["runs"][name]["numbers"] == numbers[-2:]
+        assert second["runs"][name]["weights"] == straight["weights"]
+    assert all(first["veto"].values())
+    assert [report["left"] for report in first["failing"]] == [["step-00000001"]] * 2 + [
+        ["step-00000001", "step-00000002"]
+    ]
 
 
 def test_the_weights_are_rank_0s(first: dict[str, Any]) -> None:

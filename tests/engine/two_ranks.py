@@ -1,4 +1,7 @@
-"""Run on two ranks by test_ranks.py; rank 0 leaves what it saw in a JSON file. `first` trains and saves, `second` resumes."""
+"""Run on two ranks by test_ranks.py; rank 0 leaves what it saw in a JSON file. `first` trains and saves, `second` resumes.
+
+Runs on one rank too, and on GPUs with FP8CTL_TEST_DEVICE=cuda.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ def veto(stage: int, dtype: str) -> bool:
                 cases.run_backward(engine, config, 40 + step)
                 engine.drop_step()
                 # One rank alone has a broken gradient; no rank may step
-                poison = math.nan if engine.dist.rank == 1 else 1.0
+                poison = math.nan if engine.dist.rank == engine.dist.world_size - 1 else 1.0
                 _, norm = cases.run_backward(engine, config, 50 + step, poison=poison)
                 assert not math.isfinite(norm)
                 assert engine.apply_step(1e-3) is False
@@ -107,8 +110,9 @@ def fp32_reduction(stage: int, dtype: str) -> float:
     config = cases.settings(stage, dtype, rows=2)
     dist = cases.start(config)
     engine = Engine(Sum(), config, dist)
-    x = torch.full((32, 32), 1.0 if dist.rank == 0 else 2.0**-9, dtype=engine.dtype)
-    engine.backward(engine.forward(x), num_trainable=1)
+    x = torch.full((32, 32), 1.0 if dist.rank == 0 else 2.0**-9, dtype=engine.dtype, device=dist.device)
+    for _ in range(engine.grad_accum_steps):
+        engine.backward(engine.forward(x), num_trainable=1)
     norm = engine.prepare_step() / 32
     engine.drop_step()
     engine.close()
@@ -126,7 +130,7 @@ def failing_saves(root: Path) -> list[dict[str, Any]]:
     def full_disk(*_args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for failing_rank, where in ((1, "deepspeed"), (0, "weights")):
+    for failing_rank, where in ((engine.dist.world_size - 1, "deepspeed"), (0, "weights")):
         if engine.dist.rank == failing_rank and where == "deepspeed":
             checkpoint._save = full_disk
         write = full_disk if where == "weights" else cases.write_weights
