@@ -11,14 +11,15 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from fp8ctl.errors import ConfigError, DataError
+from fp8ctl.errors import CheckpointError, ConfigError, DataError
 from fp8ctl.track.record import append_jsonl, write_json
 
 
@@ -80,6 +81,7 @@ class CompletionStore:
         Raises:
             ConfigError: the folder holds answers of other settings, or another evaluation is writing there.
             DataError: completions.jsonl is damaged other than by a half-written last line.
+            CheckpointError: the folder can't be written.
         """
         self.folder = folder
         self.completions_path = folder / "completions.jsonl"
@@ -90,9 +92,11 @@ class CompletionStore:
         self.completions: dict[Key, Completion] = {}
 
     def __enter__(self) -> CompletionStore:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with _writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._lock.acquire(timeout=0)
+            with _writing(self.folder):
+                self._lock.acquire(timeout=0)
         except Timeout:
             raise ConfigError(
                 f"another evaluation is writing to {self.folder}", "wait for it, or give another out=FOLDER"
@@ -109,9 +113,14 @@ class CompletionStore:
         self._lock.release()
 
     def add(self, completion: Completion) -> None:
-        """Appends one answer at once; a second answer to the same key is a programmer's mistake."""
+        """Appends one answer at once; a second answer to the same key is a programmer's mistake.
+
+        Raises:
+            CheckpointError: it can't be written; the answers before it are safe.
+        """
         assert completion.key not in self.completions, completion.key
-        append_jsonl(self.completions_path, dataclasses.asdict(completion))
+        with _writing(self.folder):
+            append_jsonl(self.completions_path, dataclasses.asdict(completion))
         self.completions[completion.key] = completion
 
     def close_with(self, order: Sequence[Key]) -> list[Completion]:
@@ -120,13 +129,13 @@ class CompletionStore:
         assert not missing and not extra, f"{len(missing)} answers missing, {len(extra)} not asked for"
         ordered = [self.completions[key] for key in order]
         temporary = self.completions_path.with_name(f".{self.completions_path.name}.tmp")
-        temporary.unlink(missing_ok=True)
         lines = (json.dumps(dataclasses.asdict(c), ensure_ascii=False, allow_nan=False) + "\n" for c in ordered)
-        with open(temporary, "w", encoding="utf-8") as f:
-            f.writelines(lines)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, self.completions_path)
+        with _writing(self.folder):
+            with open(temporary, "w", encoding="utf-8") as f:
+                f.writelines(lines)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, self.completions_path)
         return ordered
 
     def _claim(self) -> None:
@@ -143,7 +152,8 @@ class CompletionStore:
                 f"{self.folder} holds answers of unknown settings", "give another name=NAME or out=FOLDER"
             )
         else:
-            write_json(self._settings_path, self._settings)
+            with _writing(self.folder):
+                write_json(self._settings_path, self._settings)
 
     def _read(self) -> list[Completion]:
         if not self.completions_path.exists():
@@ -164,6 +174,19 @@ class CompletionStore:
                     "delete the folder to start afresh",
                 ) from None
         return found
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Timeout:  # of the lock: an OSError too, but no trouble with the disk
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"answers can't be written to {folder}: {error.strerror or error}",
+            "make room or give another out=FOLDER; run again, and it goes on from the answers that are there",
+        ) from None
 
 
 def differences(there: Any, now: Any, name: str = "") -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
-from fp8ctl.errors import ConfigError, DataError
+from fp8ctl.errors import CheckpointError, ConfigError, DataError
+from fp8ctl.eval import completions as module
 from fp8ctl.eval.completions import Completion, CompletionStore, Key, differences, hash_settings
 
 SETTINGS = {"suite": {"seed": 1, "temperature": 0.0}, "model": "xxh3:0"}
@@ -113,3 +115,27 @@ def test_hash_ignores_key_order_only() -> None:
 
 def test_differences_name_added_and_removed_keys() -> None:
     assert differences({"a": 1}, {"b": {"c": 2}}) == ["a is 1 there, null now", 'b is null there, {"c": 2} now']
+
+
+def test_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, value: object) -> None:
+        with open(path, "a") as f:
+            f.write('{"family": "gc')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with CompletionStore(tmp_path, SETTINGS) as store:
+        store.add(answer(0))
+        monkeypatch.setattr(module, "append_jsonl", full)
+        with pytest.raises(CheckpointError, match="can't be written to .*: No space left on device") as caught:
+            store.add(answer(1))
+    assert "goes on from the answers that are there" in (caught.value.hint or "")
+    monkeypatch.undo()
+    with CompletionStore(tmp_path, SETTINGS) as store:
+        store.add(answer(1))
+        assert len(store.close_with([Key("gcd", 0, 0), Key("gcd", 1, 0)])) == 2
+
+
+def test_folder_that_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="answers can't be written to .*: (Not a directory|File exists)"):
+        CompletionStore(tmp_path / "file" / "out", SETTINGS).__enter__()
