@@ -123,7 +123,7 @@ def gap_chart(runs: list[Json], comparisons: list[Json]) -> Chart | None:
     ]
     told = [f"{titles[c['candidate']]} ends at {figures.text(c['gap']['gap']['value'], 'gap')}" for c in found]
     base = titles[found[0]["baseline"]]
-    windows = ", ".join(f"{c['gap']['num_steps']}" for c in found)
+    windows = " and ".join(dict.fromkeys(str(c["gap"]["num_steps"]) for c in found))
     description = f"Relative difference of the training loss to {base} over sliding windows of {windows} steps. {'; '.join(told)}."
     band = faint = None
     if len(found) == 1:

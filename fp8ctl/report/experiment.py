@@ -16,10 +16,10 @@ from fp8ctl.report.load import Run
 FREE = ("precision", "name", "run_dir", "track")
 """Settings that arms of one experiment may differ in."""
 
-ENVIRONMENT = ("fp8ctl", "python", "packages", "cpu", "gpus", "git", "variables")
+ENVIRONMENT = ("fp8ctl", "python", "packages", "cpu", "gpus", "variables")
 """Parts of env.json that can change a loss or a time."""
 
-_UNIMPORTANT = re.compile(r"usable_cores|is_dirty|uuid|_VISIBLE_DEVICES|SLURM_|free|used|serial|bus")
+_UNIMPORTANT = re.compile(r"usable_cores|uuid|_VISIBLE_DEVICES|SLURM_|free|used|serial|bus")
 """Facts within them that differ between equal machines, or say which of equal devices was taken."""
 
 
@@ -54,7 +54,20 @@ def match(baseline: Run, candidate: Run) -> Match:
         there = ["there" if run.config else "missing" for run in (baseline, candidate)]
         return Match([Difference("config.yaml", there[0], there[1], "setting")])
     settings, notes = _settings(baseline.config, candidate.config)
-    return Match(settings + _environment(baseline.env, candidate.env) + _data(baseline, candidate), notes)
+    return Match(
+        settings + _environment(baseline.env, candidate.env) + _data(baseline, candidate),
+        notes + _commits(baseline, candidate),
+    )
+
+
+def _commits(baseline: Run, candidate: Run) -> list[str]:
+    # The commit is that of the folder the run was started in, which may or may not hold the code that ran: a hint, no proof.
+    commits = [str((run.env.get("git") or {}).get("commit"))[:12] for run in (baseline, candidate)]
+    return (
+        [f"the runs were started at two commits, so their code may differ: {' | '.join(commits)}"]
+        if commits[0] != commits[1]
+        else []
+    )
 
 
 def _settings(baseline: dict[str, Any], candidate: dict[str, Any]) -> tuple[list[Difference], list[str]]:

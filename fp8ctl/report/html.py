@@ -18,6 +18,7 @@ def render_html(report: dict[str, Any]) -> str:
         loader=FileSystemLoader(templates_dir() / "report"),
         autoescape=True,
         undefined=StrictUndefined,
+        keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=_keep_units,

@@ -21,6 +21,7 @@ def render_markdown(report: dict[str, Any]) -> str:
     environment = Environment(
         loader=FileSystemLoader(templates_dir() / "report"),
         undefined=StrictUndefined,
+        keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )

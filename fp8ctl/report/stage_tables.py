@@ -32,12 +32,18 @@ _EFFICIENCY: tuple[tuple[str, str, str, Kind], ...] = (
 )
 
 
+_QUICK_S = 0.1
+
+
 def _efficiency_row(
     runs: list[Json], ratios: dict[str, Json], name: str, key: str, ratio: str, kind: Kind
 ) -> list[Cell]:
     values = [(run["efficiency"] or {}).get(key) for run in runs]
-    # One unit per row: milliseconds when even the largest value is below a tenth of a second.
-    if kind == "seconds" and max((v for v in values if v is not None), default=1.0) < 0.1:
+    steps = [run["efficiency"]["step_median_s"] for run in runs if run["efficiency"]]
+    # Milliseconds for all times of quick steps, and for what takes little of slow ones.
+    if kind == "seconds" and (
+        max(steps) < _QUICK_S or max((v for v in values if v is not None), default=1.0) < _QUICK_S
+    ):
         kind = "milliseconds"
     row = [words(f"{name} ({figures.UNITS[kind]})" if kind != "rate" else name)]
     for run, value in zip(runs, values, strict=True):
@@ -94,7 +100,7 @@ def gap_table(comparisons: list[Json]) -> Table | None:
         gap = comparison["gap"]
         if gap is None:
             continue
-        who = f"{comparison['candidate']} against {comparison['baseline']}"
+        who = _who(comparison)
         steps = f"steps {gap['steps'][0]} to {gap['steps'][1]}"
         values = [gap["baseline"], gap["candidate"]]
         band = figures.between(gap["gap"]["low"], gap["gap"]["high"], "gap")
@@ -120,6 +126,12 @@ def gap_table(comparisons: list[Json]) -> Table | None:
         "0.25 % is the relative loss error that DeepSeek-V3 reports as its bound for FP8."
     )
     return Table("gap", "Loss gap", ["", "baseline", "candidate", "gap", "95 % band"], rows, note) if rows else None
+
+
+def _who(comparison: Json) -> str:
+    return (
+        f"{comparison['candidate']} against {comparison['baseline']}{'' if comparison['matched'] else ' (not matched)'}"
+    )
 
 
 def coverage_table(runs: list[Json]) -> Table | None:
@@ -173,7 +185,7 @@ def _score(score: Json) -> Cell:
 
 def paired_table(runs: list[Json], comparisons: list[Json]) -> Table | None:
     """Paired differences in accuracy: between arms, and between inference precisions of one run."""
-    found = [(f"{c['candidate']} against {c['baseline']}", p) for c in comparisons for p in c["paired"]]
+    found = [(_who(c), p) for c in comparisons for p in c["paired"]]
     found += [(run["label"], p) for run in runs for p in run["inference"]]
     rows = []
     for who, p in found:

@@ -38,7 +38,7 @@ EXIT_CODES: dict[Word, int] = {"parity": 0, "worse": 3, "undecided": 4, "does no
 SEVERITY: tuple[Word, ...] = ("worse", "undecided", "does not pay", "parity")
 """Of several verdicts the first of these is that of the whole report."""
 
-EVERY = "every rule held"
+EVERY = "every rule that applies held"
 """The rule behind `parity`."""
 
 _MARGIN = figures.margin(MARGIN)

@@ -82,7 +82,7 @@ def test_a_stored_record_gives_the_same_views(report: dict[str, Any], tmp_path: 
 def test_the_verdict_comes_first_with_its_rule(report: dict[str, Any]) -> None:
     (headline,) = headlines(report)
     assert (headline.word, headline.tone) == ("parity", "good")
-    assert headline.who == "B FP8 infir2 against A BF16; every rule held"
+    assert headline.who == "B FP8 infir2 against A BF16; every rule that applies held"
     assert sections(report)[0].blocks[0] == headline
     assert Sentence(report["notes"][0], "warn") in sections(report)[0].blocks
 

@@ -28,15 +28,16 @@ def test_every_other_setting_counts(make_run) -> None:
     ]
 
 
-def test_versions_hardware_and_commit_count(make_run) -> None:
+def test_versions_and_hardware_count_and_another_commit_is_told(make_run) -> None:
     env = {
         "packages": {"torch": "2.11.0", "deepspeed": "0.19.8", "transformers": "5.24.0", "numpy": "2.4.6"},
         "git": {"commit": "fedcba", "is_dirty": True},
         "hostname": "other-box",
         "cpu": {"model": "Some CPU @ 2.0GHz", "cores": 2, "usable_cores": 1},
     }
-    keys = [key for key, *_ in differences(make_run("bf16"), make_run("fp8", precision="infir2", env=env))]
-    assert keys == ["packages.torch", "git.commit"]
+    found = match(load_run(make_run("bf16"), "A"), load_run(make_run("fp8", precision="infir2", env=env), "B"))
+    assert [(d.key, d.kind) for d in found.differences] == [("packages.torch", "environment")]
+    assert found.notes == ["the runs were started at two commits, so their code may differ: 0123456789ab | fedcba"]
 
 
 def test_another_gpu_counts_and_another_of_the_same_kind_does_not(make_run) -> None:

@@ -24,7 +24,7 @@ def test_tables_have_one_width_each_and_figures_to_the_right(make_run) -> None:
 
 def test_it_opens_with_the_verdict_and_has_the_curves_as_text(make_run) -> None:
     text = render_markdown(make_report([make_run("a"), make_run("b", precision="infir2")]))
-    start = "# fp8ctl report\n\n## Verdict\n\n**PARITY**: B FP8 infir2 against A BF16; every rule held\n\n- Training loss gap"
+    start = "# fp8ctl report\n\n## Verdict\n\n**PARITY**: B FP8 infir2 against A BF16; every rule that applies held\n\n- Training loss gap"
     assert text.startswith(start)
     assert text.count("```text\n") == 2
     assert "\n\n\n" not in text
