@@ -39,7 +39,7 @@ had better start with them."""
 
 _FLUSH_S = 5.0
 _LONGEST_PAUSE_S = 300.0
-_CLOSE_S = 30.0
+_CLOSE_S = 60.0
 _LOCK_S = 120.0
 _QUEUE_VALUES = 200_000
 _BATCH_VALUES, _BATCH_PARAMS = 1000, 100  # mlflow's limits for one log_batch

