@@ -210,13 +210,14 @@ def _answer(job: Job, store: CompletionStore, progress: Progress) -> Work:
     for generated in generate(model, missing, job.protocol, batch_size=job.config.batch_size, on_tokens=count):
         key = generated.request.key
         text = job.prompter.tokenizer.decode(list(generated.token_ids))
+        if job.config.precision.require_fp8:
+            # before anything is stored: a later run would go on from answers that nobody asked for
+            check_required(job.plan, coverage(model))
         store.add(judge(job.questions[key.family, key.index], generated, text))
         work.answers += 1
         progress(len(store.completions), total, work.tokens)
     work.seconds = time.perf_counter() - start
     work.coverage = coverage(model)
-    if job.config.precision.require_fp8:
-        check_required(job.plan, work.coverage)
     return work
 
 

@@ -16,8 +16,10 @@ from fp8ctl.errors import ConfigError, Fp8ctlError, ModelError, PrecisionError
 from fp8ctl.eval import run as module
 from fp8ctl.eval.completions import Completion, Key
 from fp8ctl.eval.generate import Generated, Request
-from fp8ctl.eval.run import evaluate, judge
+from fp8ctl.eval.run import evaluate, judge, load_model
+from fp8ctl.model.transformer import Transformer
 from fp8ctl.paths import RunPaths
+from fp8ctl.precision.apply import set_precision
 from fp8ctl.track.record import RunRecord
 
 FP8 = PrecisionConfig(default="fp8")
@@ -139,6 +141,22 @@ def test_two_precisions_of_one_checkpoint(make_run: MakeRun, config: EvalConfig,
     assert (bf16["coverage"]["fp8_linears"], fp8["coverage"]["fp8_linears"]) == (0, 15)
     assert fp8["coverage"]["fp8_share"]["total"] == 1.0 and fp8["backend"]["name"] == "reference"
     assert bf16["training_data"] == {"checked": [], "unknown": [f"{paths.root}: its config.yaml names no data set"]}
+
+
+def test_required_fp8_that_did_not_run_stores_no_answer(config: EvalConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_with_one_in_bf16(job: module.Job) -> Transformer:
+        model = load_model(job)
+        set_precision(model, "model.layers.1.mlp.up_proj", "bf16")
+        return model
+
+    monkeypatch.setattr(module, "load_model", load_with_one_in_bf16)
+    with pytest.raises(
+        PrecisionError, match=r"less ran in FP8 than planned: .*layers\.1\.mlp\.up_proj fprop ran in BF16"
+    ):
+        evaluate(changed(config, precision=FP8.model_copy(update={"require_fp8": True})))
+    assert not (Path(config.out or "") / "completions.jsonl").exists()
+    result = evaluate(changed(config, precision=FP8))
+    assert (result["coverage"]["fp8_linears"], result["coverage"]["num_linears"]) == (13, 15)
 
 
 def test_fp8_answers_do_not_depend_on_the_batch_either(config: EvalConfig, tmp_path: Path) -> None:
