@@ -11,6 +11,7 @@ key/value head, H head size, B documents in a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a packed row begin and end; read from the device once per forward pass."""
+    """Where the documents of a packed row begin and end; made once per forward pass, used by every layer."""
 
     cu_seqlens: torch.Tensor
     """int32, 0 first and T last: document i holds tokens cu_seqlens[i] to cu_seqlens[i + 1]."""
     bounds: tuple[int, ...]
-    """The same on the host."""
+    """The same on the host, for one wait of the host in a forward pass instead of one in each layer."""
     max_seqlen: int
     """Tokens of the longest document."""
     starts: tuple[int, ...] = ()
@@ -38,10 +39,26 @@ class Documents:
         """(begin, end) of each document."""
         return list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         """Whether every document brings exactly one token."""
         return self.bounds == tuple(range(len(self.bounds)))
+
+    @cached_property
+    def decode_rows_B(self) -> torch.Tensor:
+        """In decode: the cache row of each token."""
+        return torch.arange(len(self.starts), device=self.cu_seqlens.device)
+
+    @cached_property
+    def decode_positions_B(self) -> torch.Tensor:
+        """In decode: the position of each token."""
+        return torch.tensor(self.starts, device=self.cu_seqlens.device)
+
+    @cached_property
+    def decode_seen_BS(self) -> torch.Tensor:
+        """In decode: which positions of its cache row each token sees, up to the longest row."""
+        positions_S = torch.arange(max(self.starts) + 1, device=self.cu_seqlens.device)
+        return positions_S <= self.decode_positions_B[:, None]
 
 
 def attention(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, documents: Documents) -> torch.Tensor:
@@ -62,8 +79,6 @@ def cached_attention(
         return _decode(q_TNH, k_TKH, v_TKH, documents, cache)
     out = []
     for row, ((a, b), start) in enumerate(zip(documents.spans, documents.starts, strict=True)):
-        if a == b:
-            continue
         end = start + b - a
         cache.k_BKSH[row, :, start:end] = k_TKH[a:b].transpose(0, 1)
         cache.v_BKSH[row, :, start:end] = v_TKH[a:b].transpose(0, 1)
@@ -100,14 +115,11 @@ def _decode(
 ) -> torch.Tensor:
     """One new token of each document, all documents in one call. Gives [B, N, H]."""
     (B, N, H), K = q_BNH.shape, k_BKH.shape[1]
-    S = max(documents.starts) + 1
-    rows_B = torch.arange(B, device=q_BNH.device)
-    position_B = torch.tensor(documents.starts, device=q_BNH.device)
-    cache.k_BKSH[rows_B, :, position_B] = k_BKH
-    cache.v_BKSH[rows_B, :, position_B] = v_BKH
-    seen_BS = torch.arange(S, device=q_BNH.device) <= position_B[:, None]
-    # The query heads of one key/value head stand where query tokens usually do, so no key or value is copied for
-    # grouping
+    seen_BS = documents.decode_seen_BS
+    S = seen_BS.shape[1]
+    cache.k_BKSH[documents.decode_rows_B, :, documents.decode_positions_B] = k_BKH
+    cache.v_BKSH[documents.decode_rows_B, :, documents.decode_positions_B] = v_BKH
+    # The query heads of one key/value head stand where query tokens usually do: no key or value is copied for them
     out_BKGH = scaled_dot_product_attention(
         q_BNH.view(B, K, N // K, H), cache.k_BKSH[:B, :, :S], cache.v_BKSH[:B, :, :S], attn_mask=seen_BS[:, None, None]
     )

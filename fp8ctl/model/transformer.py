@@ -221,11 +221,10 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         labels_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm; with `labels_T` the FP32 sum of the token losses (see
-        model/loss.py).
+        """Hidden states [T, D] after the final norm; with `labels_T` the FP32 sum of the token losses (model/loss.py).
 
         `cu_seqlens` (int32, from 0 to T) bounds the documents, `position_ids_T` restarts in each. With a cache,
-        document i goes on with row i of it at its first position id.
+        document i continues row i of it at its first position id, and no document is empty.
         """
         bounds = tuple(cu_seqlens.tolist())
         starts = tuple(position_ids_T[cu_seqlens[:-1].long()].tolist()) if cache is not None else ()
@@ -234,9 +233,10 @@ class Transformer(nn.Module):
         angles_TH = position_ids_T.float()[:, None] * rope_frequencies(self.shape, position_ids_T.device)
         cos_TH, sin_TH = angles_TH.cos(), angles_TH.sin()
 
+        recompute = self.activation_checkpointing and cache is None and torch.is_grad_enabled()
         x_TD = self.model.embed_tokens(input_ids_T)
         for index, block in enumerate(self.model.layers):
-            if self.activation_checkpointing and torch.is_grad_enabled():
+            if recompute:
                 x_TD = checkpoint(
                     block, x_TD, cos_TH, sin_TH, documents, None, use_reentrant=False, preserve_rng_state=False
                 )
@@ -253,8 +253,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def extend(self, cache: KVCache, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> torch.Tensor:
-        """Appends `tokens[i]` to row i of the cache, which holds `starts[i]` tokens: FP32 logits [B, V] for what
-        comes next.
+        """Appends `tokens[i]` to row i of the cache, which holds `starts[i]` tokens; FP32 logits [B, V] of the next
+        one.
 
         One call with whole prompts and starts of 0 fills the rows; then each call brings one token for each row.
 

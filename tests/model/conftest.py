@@ -74,6 +74,13 @@ def hf_folder(hf_model: Callable, tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
+def gpu() -> None:
+    """Skips a test where there is no GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture
 def shape() -> ModelShape:
     return ModelShape(
         family="llama",

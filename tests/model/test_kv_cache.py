@@ -133,3 +133,17 @@ def test_what_does_not_fit_is_refused(model, tokens, starts, message):
     with pytest.raises(ModelError, match=message) as e:
         model.extend(new_cache(model, 2, max_tokens=16), tokens, starts)
     assert e.value.hint
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_steps_equal_the_full_forward(model, pack, dtype):
+    model = model.cuda().to(dtype)
+    chosen, logits = greedy(model, PROMPTS)
+    for row, prompt in enumerate(PROMPTS):
+        ids, positions, cu_seqlens, longest = pack(torch.tensor(prompt + chosen[row]))
+        with torch.no_grad():
+            full = model.logits(model(ids.cuda(), positions.cuda(), cu_seqlens.cuda(), longest)).float()
+        expected = full[len(prompt) - 1 : -1]
+        assert (logits[:, row] - expected).norm() < (1e-5 if dtype == torch.float32 else 0.03) * expected.norm()

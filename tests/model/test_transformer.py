@@ -209,3 +209,49 @@ def test_heads_that_dont_divide_are_refused(shape):
 def test_odd_heads_are_refused(shape):
     with pytest.raises(ModelError, match="head size 7 is odd"):
         Transformer(shape.model_copy(update={"head_size": 7}))
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def on_gpu(*packed):
+    return [t.cuda() if isinstance(t, torch.Tensor) else t for t in packed]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@torch.no_grad()
+def test_gpu_logits_equal_the_cpus(model, pack):
+    row = pack(*documents(30, 1, 70))
+    expected = model.logits(model(*row))
+    model.cuda()
+    assert (model.logits(model(*on_gpu(*row))).cpu() - expected).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_gpu_documents_are_isolated_in_bf16(model, pack):
+    model = model.cuda().bfloat16()
+    first, second, third = documents(30, 9, 41)
+    with torch.no_grad():
+        before = model(*on_gpu(*pack(first, second, third)))
+        after = model(*on_gpu(*pack(first, second.flip(0), third)))
+    assert torch.equal(before[:30], after[:30])
+    assert torch.equal(before[39:], after[39:])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_gpu_loss_and_gradients_equal_the_cpus(model, pack):
+    row, labels = pack(*documents(30, 34)), torch.randint(0, 61, (64,))
+    labels[::3] = -100
+    grads = []
+    for place, recompute in (("cpu", False), ("cuda", True)):
+        copied = copy.deepcopy(model).to(place)
+        copied.activation_checkpointing, copied.loss_chunk_tokens = recompute, 10
+        inputs = [t.to(place) if isinstance(t, torch.Tensor) else t for t in (*row, labels)]
+        loss = copied(*inputs[:4], labels_T=inputs[4])
+        loss.backward()
+        grads.append([loss.cpu(), *(p.grad.cpu() for p in copied.parameters())])
+    for a, b in zip(*grads, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
