@@ -10,8 +10,6 @@ import typer
 from fp8ctl.cli.console import say, stdout
 from fp8ctl.cli.options import AsJson
 
-CHECK_CODES = {"parity": 0, "worse": 3, "undecided": 4, "does not pay": 5}
-
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders; the first of a stage is the baseline.")],
@@ -33,7 +31,7 @@ def report(
     """Speed, memory, loss and accuracy of runs beside each other, ending in one verdict."""
     import json
 
-    from fp8ctl.report.build import make_report
+    from fp8ctl.report.build import exit_code, make_report
     from fp8ctl.report.terminal import render_terminal
 
     result = make_report(runs)
@@ -56,4 +54,4 @@ def report(
 
         say(f"benchmark written: {write_report_benchmark(benchmark, result)}")
     if check:
-        raise typer.Exit(CHECK_CODES[result["verdict"]["verdict"]])
+        raise typer.Exit(exit_code(result))

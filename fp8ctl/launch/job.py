@@ -25,6 +25,7 @@ from fp8ctl.config.schema import TrainConfig
 from fp8ctl.errors import LaunchError
 from fp8ctl.launch.exit_codes import cause_of_death
 from fp8ctl.paths import RunPaths
+from fp8ctl.track.mlflow_sink import MLFLOW_ENVIRONMENT
 from fp8ctl.track.record import RunRecord, log_event, write_status
 
 WORKER = "fp8ctl.worker.main"
@@ -53,7 +54,13 @@ def _devices(num_ranks: int) -> list[int | str]:
 def environment(config: TrainConfig) -> dict[str, str]:
     """Environment of the ranks: this one plus thread counts, which oversubscribe the cores when left alone."""
     threads = str(config.launch.threads_per_rank)
-    env = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    env = {
+        **MLFLOW_ENVIRONMENT,
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     env["HF_HUB_OFFLINE"] = "1"  # training never waits for a network
     if config.engine.device == "cpu":
         # The launcher hides the GPUs that it was not given; with none it must not look for them either.

@@ -12,6 +12,7 @@ from fp8ctl.config.schema import TrainConfig
 from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.paths import RunPaths
 from fp8ctl.track.checkpoints import complete_checkpoints, find_weights
+from fp8ctl.track.redact import secret_places
 
 RUNS_ROOT = Path("runs")
 _CHANGEABLE_ON_RESUME = (
@@ -75,6 +76,7 @@ def create_run_folder(config: TrainConfig) -> tuple[TrainConfig, RunPaths]:
     folder = Path(config.run_dir) if config.run_dir else RUNS_ROOT / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     paths = RunPaths(folder.resolve())
     _refuse_started(paths)
+    _refuse_secrets(config)
     resolved = config.model_copy(
         update={
             "name": name,
@@ -107,6 +109,15 @@ def _refuse_started(paths: RunPaths) -> None:
     if paths.status.exists() or paths.metrics.exists():
         hint = f"continue it with --resume --run-dir {paths.root}, or choose another folder"
         raise ConfigError(f"there is a run in {paths.root} already", hint)
+
+
+def _refuse_secrets(config: TrainConfig) -> None:
+    places = secret_places(config.model_dump(mode="json"))
+    if places:
+        raise ConfigError(
+            f"{', '.join(places)} holds a secret, and settings are written to the run folder in the clear",
+            "leave it out and use the environment, for MLflow MLFLOW_TRACKING_USERNAME, _PASSWORD or _TOKEN",
+        )
 
 
 def _write_config(config: TrainConfig, paths: RunPaths) -> None:

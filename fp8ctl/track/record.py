@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from fp8ctl.errors import DataError
 from fp8ctl.paths import RunPaths
+from fp8ctl.track.redact import redact, redact_text
 
 State = Literal["running", "finished", "failed", "preempted"]
 
@@ -162,7 +163,8 @@ class RunRecord:
 def write_status(
     paths: RunPaths, state: State, *, step: int, cause: str = "", hint: str = "", exit_code: int | None = None
 ) -> None:
-    """Writes status.json: the only thing that says how a run ended."""
+    """Writes status.json: the only thing that says how a run ended. Secrets in cause and hint are redacted."""
+    cause, hint = redact_text(cause), redact_text(hint)
     write_json(
         paths.status,
         {
@@ -178,5 +180,5 @@ def write_status(
 
 
 def log_event(paths: RunPaths, kind: str, step: int, **details: Any) -> None:
-    """Appends to events.jsonl: monitor decisions, checkpoints, signals, faults."""
-    append_jsonl(paths.events, {"time": round(time.time(), 3), "kind": kind, "step": step, **details})
+    """Appends to events.jsonl: monitor decisions, checkpoints, signals, faults. Secrets in `details` are redacted."""
+    append_jsonl(paths.events, {"time": round(time.time(), 3), "kind": kind, "step": step, **redact(details)})

@@ -21,6 +21,7 @@ from fp8ctl.config.schema import TrainConfig
 from fp8ctl.errors import Fp8ctlError
 from fp8ctl.paths import RunPaths
 from fp8ctl.track.record import write_json, write_status
+from fp8ctl.track.redact import redact_text
 
 
 class StopSignal:
@@ -90,7 +91,7 @@ def _leave_cause(paths: RunPaths, rank: int, error: BaseException) -> None:
     try:
         write_json(
             paths.rank_error(rank),
-            {"rank": rank, "time": time.time(), "message": message, "hint": hint, "exit_code": code},
+            {"rank": rank, "time": time.time(), "message": redact_text(message), "hint": hint, "exit_code": code},
         )
     except OSError:
         print(f"could not write {paths.rank_error(rank)}: {message}", file=sys.stderr)

@@ -66,7 +66,7 @@ class Rank:
         self.monitor = StabilityMonitor(config.monitor)
         self.layer_stats = LayerStats(
             list(fp8_linears(self.planned.model).items()),
-            paths.layers if self.dist.is_main else None,
+            paths.layers if self.dist.is_main and config.monitor.policy != "off" else None,
             every_steps=config.monitor.layer_stats_every_steps,
         )
 

@@ -97,3 +97,12 @@ def test_a_run_folder_stands_for_its_newest_weights(tmp_path) -> None:
     (weights.parent / "manifest.json").write_text("{}")
     (tmp_path / "stage1/config.yaml").write_text("stage: cpt\n")
     assert settings([f"model.path={tmp_path / 'stage1'}", "data.path=d"]).model.path == str(weights)
+
+
+def test_a_secret_in_the_settings_is_refused_before_anything_is_written(tmp_path) -> None:
+    config = settings([*TINY, "track.mlflow_uri='https://me:hunter2@mlflow.example'"], tmp_path / "r")
+    with pytest.raises(ConfigError, match="track.mlflow_uri holds a secret") as e:
+        create_run_folder(config)
+    assert "MLFLOW_TRACKING_USERNAME" in e.value.hint
+    assert "hunter2" not in str(e.value)
+    assert not (tmp_path / "r").exists()
