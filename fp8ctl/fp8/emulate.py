@@ -1,13 +1,14 @@
-"""Quantise and dequantise at once, fast enough for a CPU: the values an FP8 GEMM would see, in the dtype of the input.
+"""Quantise and dequantise at once, fast enough for a CPU: the values an FP8 GEMM would see.
 
 Equal bit for bit to `reference.dequantize(*reference.quantize_*(x))` rounded to the dtype that comes out; the reference
 is the specification, this is how `Fp8Linear` executes it where no FP8 hardware is used.
 
-How: with a power-of-two scale_inv = 2^e, rounding x to the FP8 grid of its tile needs no scaling. The grid spacing at x
-is 2^(max(exponent(x), e + min_exponent) - mantissa_bits). Adding and subtracting the power of two whose last mantissa
-bit has just that weight, in the input's own arithmetic, rounds |x| to the grid, nearest even. Exponents, amax and signs
-are integer operations on the bits (for BF16 on 16-bit integers, the cheapest thing a CPU can do). What this can't do
-(inf, NaN, scales or values near the ends of the exponent range, FP32 scales) goes through the reference.
+How: the FP8 grid has spacing 2^(max(exponent(x), lowest) - mantissa_bits) at x. Adding and subtracting the power of two
+whose last mantissa bit has just that weight, in the arithmetic of x's own dtype, rounds |x| to the grid, nearest even.
+Exponents, amax and signs are integer operations on the bits (for BF16 on 16-bit integers, the cheapest thing a CPU can
+do). With a power-of-two scale_inv the values need no scaling at all, the grid moves to them: lowest is the tile's
+exponent plus the format's smallest. With FP32 scales they are multiplied as the reference does. What this can't do
+(inf, NaN, tiles near the ends of the exponent range) goes through the reference.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8ctl.fp8 import reference
-from fp8ctl.fp8.formats import TILE, Fp8Format, ScaleKind
+from fp8ctl.fp8.formats import TILE, Fp8Format, ScaleKind, scales
 
 Along = Literal["rows", "columns", "block"]
 """Where a tile lies: `rows` 1x128 along the last dimension, `columns` 128x1 along the first, `block` 128x128."""
@@ -39,8 +40,9 @@ _BITS = {
     torch.float32: _Bits(torch.int32, 23, -(1 << 31)),
 }
 
-# Biased exponents of amax for which every intermediate below stays a normal number, with room to spare.
+# Biased exponents of amax for which every intermediate of pow2 scales is a normal number, with room to spare.
 _LOWEST_FIELD, _HIGHEST_FIELD = 40, 220
+_FP32_BIAS = 127
 
 
 def quantize_dequantize(x_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: ScaleKind) -> Tensor:
@@ -49,12 +51,13 @@ def quantize_dequantize(x_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: 
     pow2 scales: same dtype as x (in BF16 exact, but for magnitudes below 2^-126). fp32 scales: always FP32, since BF16
     can't hold the values.
     """
-    if scale_kind == "pow2" and x_RC.dtype in _BITS and x_RC.numel() > 0:
-        rounded = _round_pow2(x_RC.contiguous(), along, fmt)
-        if rounded is not None:
-            return rounded
-    values = _by_reference(x_RC, along, fmt, scale_kind)
-    return values.to(x_RC.dtype) if scale_kind == "pow2" else values
+    dtype = x_RC.dtype if scale_kind == "pow2" else torch.float32
+    if x_RC.numel() > 0 and dtype in _BITS:
+        round_trip = _round_pow2 if scale_kind == "pow2" else _round_fp32
+        values = round_trip(x_RC.to(dtype).contiguous(), along, fmt)
+        if values is not None:
+            return values
+    return _by_reference(x_RC, along, fmt, scale_kind).to(dtype)
 
 
 def _by_reference(x_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: ScaleKind) -> Tensor:
@@ -66,27 +69,60 @@ def _by_reference(x_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: ScaleK
 
 
 def _round_pow2(x_RC: Tensor, along: Along, fmt: Fp8Format) -> Tensor | None:
-    """x rounded to the grid of its tile; None if a tile holds something that only the reference can do."""
-    rows, columns = x_RC.shape
-    tile_rows, tile_columns = _TILE_SHAPE[along]
+    """The round trip with power-of-two scales; None if a tile holds something that only the reference can do."""
     bits = _BITS[x_RC.dtype]
-    padding = (0, -columns % tile_columns, 0, -rows % tile_rows)
-    source = x_RC.view(bits.integer)
-    if any(padding):
-        source = torch.nn.functional.pad(source, padding)
-    # row blocks x rows in a tile x column blocks x columns in a tile
-    source = source.view(source.shape[0] // tile_rows, tile_rows, source.shape[1] // tile_columns, tile_columns)
+    source = _tiles(x_RC, along).view(bits.integer)
     magnitude = source.bitwise_and(~bits.sign)
     amax = _tile_amax(magnitude)
     fields = amax >> bits.mantissa_bits
     if bool(((fields > _HIGHEST_FIELD) | ((fields < _LOWEST_FIELD) & (amax != 0))).any()):
         return None
+    # formats.pow2_exponent on these bits: 1.75 is the mantissa of the format's largest value, above it one carries
+    one = 1 << bits.mantissa_bits
+    scale_fields = (amax + (one - 1 - 3 * one // 4)) >> bits.mantissa_bits
+    lowest = (scale_fields - fmt.max_exponent + fmt.min_exponent).clamp_min_(1) << bits.mantissa_bits
+    exponent = magnitude.bitwise_and(255 << bits.mantissa_bits)
+    torch.maximum(exponent, lowest, out=exponent)
+    return _untile(_round_to_grid(source, magnitude, exponent, bits, x_RC.dtype, fmt), x_RC)
 
-    magic = _magic_bits(magnitude, amax, bits, fmt)
-    magnitude.view(x_RC.dtype).add_(magic.view(x_RC.dtype)).sub_(magic.view(x_RC.dtype))
+
+def _round_fp32(x_RC: Tensor, along: Along, fmt: Fp8Format) -> Tensor | None:
+    """The round trip of an FP32 matrix with FP32 scales; None if it holds inf or NaN."""
+    bits = _BITS[torch.float32]
+    source = _tiles(x_RC, along)
+    amax = _tile_amax(source.view(bits.integer).bitwise_and(~bits.sign)).view(torch.float32)
+    if not bool(amax.isfinite().all()):
+        return None
+    scale, scale_inv = scales(amax, fmt, "fp32")
+    scaled = (source * scale).clamp_(-fmt.largest, fmt.largest).view(bits.integer)
+    magnitude = scaled.bitwise_and(~bits.sign)
+    exponent = magnitude.bitwise_and(255 << bits.mantissa_bits)
+    exponent.clamp_min_((fmt.min_exponent + _FP32_BIAS) << bits.mantissa_bits)
+    return _untile(_round_to_grid(scaled, magnitude, exponent, bits, torch.float32, fmt).mul_(scale_inv), x_RC)
+
+
+def _round_to_grid(
+    source: Tensor, magnitude: Tensor, exponent: Tensor, bits: _Bits, dtype: torch.dtype, fmt: Fp8Format
+) -> Tensor:
+    """|source| rounded to the grid of its exponent, with source's sign; takes bits, overwrites magnitude and exponent."""
+    magic = exponent.add_((bits.mantissa_bits - fmt.mantissa_bits) << bits.mantissa_bits)
+    magnitude.view(dtype).add_(magic.view(dtype)).sub_(magic.view(dtype))
     signs = torch.bitwise_and(source, bits.sign, out=magic)  # the magic numbers are done with: one buffer less
-    rounded = magnitude.bitwise_or_(signs).view(x_RC.dtype)
-    return rounded.view(rows + padding[3], columns + padding[1])[:rows, :columns]
+    return magnitude.bitwise_or_(signs).view(dtype)
+
+
+def _tiles(x_RC: Tensor, along: Along) -> Tensor:
+    """View (of a copy padded with zeros, if ragged): row tiles x rows in a tile x column tiles x columns in a tile."""
+    tile_rows, tile_columns = _TILE_SHAPE[along]
+    padding = (0, -x_RC.shape[1] % tile_columns, 0, -x_RC.shape[0] % tile_rows)
+    if any(padding):
+        x_RC = torch.nn.functional.pad(x_RC, padding)
+    return x_RC.view(x_RC.shape[0] // tile_rows, tile_rows, x_RC.shape[1] // tile_columns, tile_columns)
+
+
+def _untile(tiles: Tensor, like: Tensor) -> Tensor:
+    rows, columns = like.shape
+    return tiles.view(tiles.shape[0] * tiles.shape[1], -1)[:rows, :columns]
 
 
 def _tile_amax(magnitude: Tensor) -> Tensor:
@@ -94,14 +130,3 @@ def _tile_amax(magnitude: Tensor) -> Tensor:
     # Reducing a dimension of size 1 would cost a slow pass over everything
     amax = magnitude.amax(1, keepdim=True) if magnitude.shape[1] > 1 else magnitude
     return amax.amax(3, keepdim=True) if magnitude.shape[3] > 1 else amax
-
-
-def _magic_bits(magnitude: Tensor, amax: Tensor, bits: _Bits, fmt: Fp8Format) -> Tensor:
-    """Bits of the power of two whose last mantissa bit weighs as much as the FP8 grid spacing at each value."""
-    one = 1 << bits.mantissa_bits
-    # formats.pow2_exponent on these bits: 1.75 is the mantissa of the format's largest value, above it one carries
-    scale_field = (amax + (one - 1 - 3 * one // 4)) >> bits.mantissa_bits
-    lowest = (scale_field - fmt.max_exponent + fmt.min_exponent).clamp_min_(1) << bits.mantissa_bits
-    exponent = magnitude.bitwise_and(255 << bits.mantissa_bits)
-    torch.maximum(exponent, lowest.to(bits.integer), out=exponent)
-    return exponent.add_((bits.mantissa_bits - fmt.mantissa_bits) * one)

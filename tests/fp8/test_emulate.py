@@ -55,9 +55,11 @@ def matrices(draw: st.DrawFn) -> torch.Tensor:
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 @settings(max_examples=60, deadline=None)
 @given(x=matrices())
-def test_pow2_equals_the_reference(along: str, fmt: object, x: torch.Tensor) -> None:
+def test_it_equals_the_reference(along: str, fmt: object, x: torch.Tensor) -> None:
     got = quantize_dequantize(x, along, fmt, "pow2")  # type: ignore[arg-type]
     assert_same_bits(got, by_reference(x, along, fmt.name, "pow2").to(x.dtype))  # type: ignore[attr-defined]
+    got = quantize_dequantize(x, along, fmt, "fp32")  # type: ignore[arg-type]
+    assert_same_bits(got, by_reference(x, along, fmt.name, "fp32"))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
@@ -103,9 +105,12 @@ def test_bf16_values_are_exact_with_pow2_scales() -> None:
 
 def test_fp32_scales_come_out_in_fp32() -> None:
     x = torch.randn(64, 300).bfloat16()
+    assert emulate._round_fp32(x.float(), "rows", E4M3) is not None
     for along in ("rows", "columns", "block"):
         got = quantize_dequantize(x, along, E4M3, "fp32")  # type: ignore[arg-type]
         assert_same_bits(got, by_reference(x, along, "e4m3", "fp32"))
+    x[2, 7] = math.inf
+    assert emulate._round_fp32(x.float(), "rows", E4M3) is None
 
 
 def test_empty_and_half_precision_inputs() -> None:
