@@ -65,6 +65,8 @@ def import_model(src: str | Path, dst: Path | str, *, progress: Progress | None 
         return import_gguf(package_gguf(str(src).removeprefix("package:")), dst, progress=progress)
     if not Path(src).is_dir():
         return import_gguf(src, dst, progress=progress)
+    if not any((Path(src) / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise ModelError(f"no tokenizer in {src}", "a Hugging Face folder holds tokenizer.json beside its weights")
     with _new_folder(Path(dst)) as folder:
         progress(0, 2, "reading weights")
         model = load_hf(src, dtype=torch.bfloat16)

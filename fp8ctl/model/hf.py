@@ -228,17 +228,13 @@ def save_hf(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
-    """Copies tokenizer, chat template and generation settings; gives back the special token ids of the source's config.
-
-    Raises:
-        ModelError: no tokenizer in `source`.
+    """Copies tokenizer, chat template and generation settings as far as `source` has them; gives back the special token
+    ids of its config. A folder without a tokenizer is no error: a checkpoint must not fail for it.
     """
-    found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-    if not any(path.name.startswith("tokenizer.") for path in found):
-        raise ModelError(f"no tokenizer in {source}", "a Hugging Face folder holds tokenizer.json beside its weights")
-    for path in found:
-        if path.resolve() != (folder / path.name).resolve():
-            shutil.copyfile(path, folder / path.name)
+    for name in TOKENIZER_FILES:
+        path = source / name
+        if path.is_file() and path.resolve() != (folder / name).resolve():
+            shutil.copyfile(path, folder / name)
     if not (source / "config.json").is_file():
         return {}
     return {key: value for key, value in read_config(source).items() if key in _SPECIAL_TOKENS}

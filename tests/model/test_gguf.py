@@ -315,6 +315,12 @@ def test_weights_that_gguf_cannot_read(small, gguf_file, tmp_path, monkeypatch):
     refused(path, tmp_path, "token_embd.weight is stored as F32, which can't be read", "another quantization")
 
 
+def test_a_folder_without_tokenizer(small, tmp_path):
+    model = small()
+    save_hf(model.state_dict(), model.shape, tmp_path / "in")
+    refused(tmp_path / "in", tmp_path, "no tokenizer in .*in", "tokenizer.json beside its weights")
+
+
 def test_a_folder_that_is_not_empty(small, gguf_file, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").write_text("mine")
