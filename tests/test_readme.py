@@ -32,6 +32,9 @@ def shown_commands() -> list[tuple[str, str]]:
                 if re.match(r"\s*(\$ )?fp8ctl ", line)
             ]
     make = (ROOT / "Makefile").read_text().replace("\\\n", " ").replace("$*", "infir2")
+    variables = dict(re.findall(r"^(\w+)\s*[:?]=\s*(.*)$", make, flags=re.M))
+    for name in ("DEMO", "DEMO_EVAL"):
+        make = make.replace(f"$({name})", variables[name])
     found += [
         ("Makefile", re.sub(r"\$\((\w+)\)", "x", line.strip().replace("$(FP8CTL)", "fp8ctl")))
         for line in make.splitlines()
