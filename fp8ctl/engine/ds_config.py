@@ -65,6 +65,7 @@ def deepspeed_config(config: TrainConfig, world_size: int, num_parameters: int |
         "train_micro_batch_size_per_gpu": config.batch.micro_batch_rows,
         "gradient_accumulation_steps": grad_accum_steps(config.batch, world_size),
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU at every forward
         "gradient_clipping": 0.0,
         "gradient_allreduce_op": "mean" if reduces_by_mean(stage) else "sum",
         "communication_data_type": "fp32",

@@ -52,6 +52,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: TrainConfig, dist: Dist) -> None:
         import deepspeed
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
         self.module = model
         self.dist = dist
@@ -76,9 +77,10 @@ class Engine:
 
         with quiet():
             self.deepspeed, *_ = deepspeed.initialize(model=model, optimizer=build_optimizer, config=settings)
-        if dist.world_size == 1:
-            # Stages 0 and 1 would copy the whole gradient to all-reduce it with nobody
-            self.deepspeed.enable_backward_allreduce = self.zero_stage > 0
+        self._holds_whole_gradient = self.zero_stage == 0 or isinstance(self.deepspeed.optimizer, BF16_Optimizer)
+        if self._holds_whole_gradient and dist.world_size == 1:
+            # DeepSpeed would copy it to all-reduce it with nobody
+            self.deepspeed.enable_backward_allreduce = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The model's forward through DeepSpeed (stage 3 gathers weights there), for training and for validation."""
@@ -154,20 +156,17 @@ class Engine:
 
     def _finish_step(self, *, vetoed: bool) -> None:
         self._optimizer.vetoed = vetoed
-        with quiet():  # DeepSpeed may warn that it skips a step of its own accord, which is what was asked for
+        # DeepSpeed may warn that it skips a step, which is what was asked for
+        with quiet() if vetoed else contextlib.nullcontext():
             self.deepspeed.step()
         self._micro_step, self._grad_norm = 0, None
 
     def _reduced_gradients(self) -> tuple[list[Tensor], bool]:
         """This rank's reduced FP32 gradients, and whether the other ranks hold the rest of them (else all hold all)."""
-        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
+        optimizer = self.deepspeed.optimizer
         if self.zero_stage == 0:
             return self._optimizer.gradients(), False
-        optimizer = self.deepspeed.optimizer
-        if isinstance(
-            optimizer, BF16_Optimizer
-        ):  # stage 1 in BF16: whole gradients, of which this rank will use its part
+        if self._holds_whole_gradient:  # stage 1 in BF16; this rank's part of it is enough
             return optimizer.fp32_groups_gradient_flat_partition, True
         return [part for parts in optimizer.averaged_gradients.values() for part in parts], True
 

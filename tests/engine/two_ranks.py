@@ -164,7 +164,7 @@ def collectives(dist: Dist) -> dict[str, Any]:
     mine = [float(dist.rank), math.nan if dist.rank == 1 else 1.0, 0.1]
     return {
         **{op: [str(v) for v in dist.all_reduce_floats(mine, op=op)] for op in ("sum", "max", "min")},  # type: ignore[arg-type]
-        "broadcast": dist.broadcast_object(f"from {dist.rank}", source=1),
+        "broadcast": dist.broadcast_object(f"from {dist.rank}", source=dist.world_size - 1),
         "gather": dist.gather_objects(dist.rank),
     }
 
