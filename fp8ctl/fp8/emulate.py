@@ -71,9 +71,9 @@ def _by_reference(x_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: ScaleK
 def _round_pow2(x_RC: Tensor, along: Along, fmt: Fp8Format) -> Tensor | None:
     """The round trip with power-of-two scales; None if a tile holds something that only the reference can do."""
     bits = _BITS[x_RC.dtype]
-    source = _tiles(x_RC, along).view(bits.integer)
-    magnitude = source.bitwise_and(~bits.sign)
-    amax = _tile_amax(magnitude)
+    source = split_tiles(x_RC, along).view(bits.integer)
+    magnitude = magnitude_bits(source)
+    amax = tile_amax(magnitude)
     fields = amax >> bits.mantissa_bits
     if bool(((fields > _HIGHEST_FIELD) | ((fields < _LOWEST_FIELD) & (amax != 0))).any()):
         return None
@@ -83,22 +83,22 @@ def _round_pow2(x_RC: Tensor, along: Along, fmt: Fp8Format) -> Tensor | None:
     lowest = (scale_fields - fmt.max_exponent + fmt.min_exponent).clamp_min_(1) << bits.mantissa_bits
     exponent = magnitude.bitwise_and(255 << bits.mantissa_bits)
     torch.maximum(exponent, lowest, out=exponent)
-    return _untile(_round_to_grid(source, magnitude, exponent, bits, x_RC.dtype, fmt), x_RC)
+    return _join_tiles(_round_to_grid(source, magnitude, exponent, bits, x_RC.dtype, fmt), x_RC)
 
 
 def _round_fp32(x_RC: Tensor, along: Along, fmt: Fp8Format) -> Tensor | None:
     """The round trip of an FP32 matrix with FP32 scales; None if it holds inf or NaN."""
     bits = _BITS[torch.float32]
-    source = _tiles(x_RC, along)
-    amax = _tile_amax(source.view(bits.integer).bitwise_and(~bits.sign)).view(torch.float32)
+    source = split_tiles(x_RC, along)
+    amax = tile_amax(magnitude_bits(source)).view(torch.float32)
     if not bool(amax.isfinite().all()):
         return None
     scale, scale_inv = scales(amax, fmt, "fp32")
     scaled = (source * scale).clamp_(-fmt.largest, fmt.largest).view(bits.integer)
-    magnitude = scaled.bitwise_and(~bits.sign)
+    magnitude = magnitude_bits(scaled)
     exponent = magnitude.bitwise_and(255 << bits.mantissa_bits)
     exponent.clamp_min_((fmt.min_exponent + _FP32_BIAS) << bits.mantissa_bits)
-    return _untile(_round_to_grid(scaled, magnitude, exponent, bits, torch.float32, fmt).mul_(scale_inv), x_RC)
+    return _join_tiles(_round_to_grid(scaled, magnitude, exponent, bits, torch.float32, fmt).mul_(scale_inv), x_RC)
 
 
 def _round_to_grid(
@@ -111,8 +111,8 @@ def _round_to_grid(
     return magnitude.bitwise_or_(signs).view(dtype)
 
 
-def _tiles(x_RC: Tensor, along: Along) -> Tensor:
-    """View (of a copy padded with zeros, if ragged): row tiles x rows in a tile x column tiles x columns in a tile."""
+def split_tiles(x_RC: Tensor, along: Along) -> Tensor:
+    """4D view (of a copy padded with zeros, if ragged): row tiles x rows in a tile x column tiles x columns in a tile."""
     tile_rows, tile_columns = _TILE_SHAPE[along]
     padding = (0, -x_RC.shape[1] % tile_columns, 0, -x_RC.shape[0] % tile_rows)
     if any(padding):
@@ -120,13 +120,19 @@ def _tiles(x_RC: Tensor, along: Along) -> Tensor:
     return x_RC.view(x_RC.shape[0] // tile_rows, tile_rows, x_RC.shape[1] // tile_columns, tile_columns)
 
 
-def _untile(tiles: Tensor, like: Tensor) -> Tensor:
+def _join_tiles(tiles: Tensor, like: Tensor) -> Tensor:
     rows, columns = like.shape
     return tiles.view(tiles.shape[0] * tiles.shape[1], -1)[:rows, :columns]
 
 
-def _tile_amax(magnitude: Tensor) -> Tensor:
-    """Largest magnitude bits of each tile, dimensions kept."""
+def magnitude_bits(x: Tensor) -> Tensor:
+    """|x| as integers of the same order, NaN above inf above all else. x: BF16, FP32, or the integers of their bits."""
+    integer = _BITS[x.dtype].integer if x.is_floating_point() else x.dtype
+    return x.view(integer).bitwise_and(torch.iinfo(integer).max)
+
+
+def tile_amax(magnitude: Tensor) -> Tensor:
+    """Largest of the `magnitude_bits` in each tile of `split_tiles`, dimensions kept."""
     # Reducing a dimension of size 1 would cost a slow pass over everything
     amax = magnitude.amax(1, keepdim=True) if magnitude.shape[1] > 1 else magnitude
     return amax.amax(3, keepdim=True) if magnitude.shape[3] > 1 else amax

@@ -20,9 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from fp8ctl.config.schema import RecipeConfig
 from fp8ctl.fp8.counter import Direction, GemmCounter, Precision
-from fp8ctl.fp8.emulate import quantize_dequantize
+from fp8ctl.fp8.emulate import Along, quantize_dequantize
 from fp8ctl.fp8.formats import E4M3, FORMATS, Fp8Format
-from fp8ctl.fp8.reference import quantize_block, quantize_tile
 from fp8ctl.fp8.stats import QuantStats, quant_stats
 
 StatsSink = Callable[[str, QuantStats], None]
@@ -79,6 +78,10 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> y [..., N]."""
+        is_training = torch.is_grad_enabled() and self.weight.requires_grad
+        assert not (self.weight_is_frozen and is_training), (
+            "a frozen weight can't be trained: its FP8 form would go stale"
+        )
         y_MN = _Gemms.apply(input.reshape(-1, self.in_features), self.weight, self.bias, self)
         return y_MN.view(*input.shape[:-1], self.out_features)
 
@@ -104,11 +107,11 @@ class _Gemms(torch.autograd.Function):
         # in place for backward, and only the parameter sees that
         ctx.save_for_backward(x_MK, w_NK)
         ctx.layer, ctx.precision, ctx.recipe = layer, layer.precision, layer.recipe
-        _report(layer, "input", x_MK, E4M3)
-        _report(layer, "weight", w_NK, E4M3)
         a_MK, b_NK = x_MK, w_NK
         if layer.precision == "fp8":
             a_MK, b_NK = quantize_dequantize(x_MK, "rows", E4M3, layer.recipe.scale), layer.quantized_weight()
+        _report(layer, "input", x_MK, a_MK, "rows", E4M3)
+        _report(layer, "weight", w_NK, b_NK, "block", E4M3)
         return _gemm(layer.counter, "fprop", layer.precision, a_MK, b_NK.t(), x_MK.dtype, bias_N)
 
     @staticmethod
@@ -119,13 +122,14 @@ class _Gemms(torch.autograd.Function):
         grad_format = FORMATS[recipe.grad_format]
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dx_MK = dw_NK = db_N = None
-        _report(layer, "grad_output", dy_MN, grad_format)
+        a_MN = dy_MN
         if needs_dx:
-            a_MN, b_NK = dy_MN, w_NK
+            b_NK = w_NK
             if ctx.precision == "fp8":
                 a_MN = quantize_dequantize(dy_MN, "rows", grad_format, recipe.scale)
                 b_NK = quantize_dequantize(w_NK, "block", E4M3, recipe.scale)
             dx_MK = _gemm(layer.counter, "dgrad", ctx.precision, a_MN, b_NK, x_MK.dtype)
+        _report(layer, "grad_output", dy_MN, a_MN, "rows", grad_format)
         if needs_dw:
             precision: Precision = "fp8" if ctx.precision == "fp8" and recipe.wgrad == "fp8" else "bf16"
             a_MN, b_MK = dy_MN, x_MK
@@ -157,8 +161,11 @@ def _gemm(
     return torch.addmm(bias_N.to(a_MK.dtype), a_MK, b_KN).to(out_dtype)
 
 
-def _report(layer: Fp8Linear, role: str, x_RC: Tensor, fmt: Fp8Format) -> None:
+def _report(layer: Fp8Linear, role: str, x_RC: Tensor, values_RC: Tensor, along: Along, fmt: Fp8Format) -> None:
+    """Hands statistics to the sink, if there is one. `values` is x itself where the GEMM takes it unrounded."""
     if layer.stats_sink is None:
         return
-    quantize = quantize_block if role == "weight" else quantize_tile
-    layer.stats_sink(role, quant_stats(x_RC, quantize(x_RC, fmt, layer.recipe.scale), fmt))
+    scale_kind = layer.recipe.scale
+    if values_RC is x_RC:
+        values_RC = quantize_dequantize(x_RC, along, fmt, scale_kind)
+    layer.stats_sink(role, quant_stats(x_RC, values_RC, along, fmt, scale_kind))

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8ctl.fp8.formats import Fp8Format
-from fp8ctl.fp8.reference import Quantized, dequantize
+from fp8ctl.fp8.emulate import Along, magnitude_bits, split_tiles, tile_amax
+from fp8ctl.fp8.formats import Fp8Format, ScaleKind, scales
+
+_CERTAINLY_FINITE = 2.0**127
+"""Below it neither a value nor its rounding to FP8 is infinite."""
 
 
 @dataclass(frozen=True)
@@ -21,32 +24,40 @@ class QuantStats:
     underflow_share: float
     """Nonzero values that became zero / all values."""
     saturation_share: float
-    """Values at the largest code, of either sign / all values. Each tile with FP32 scales has at least one; with pow2
-    scales few have.
-    """
+    """Values at the largest code, of either sign / all values. Never clipping: a scale always covers its tile's amax.
+    With FP32 scales each tile has at least one."""
     sqnr_db: float
-    """10 log10(sum x^2 / sum (x - dequantised)^2) over the finite values; inf where nothing was lost."""
+    """10 log10(sum x^2 / sum (x - values)^2) over the finite values; inf where nothing was lost."""
 
 
-def quant_stats(x_RC: Tensor, q: Quantized, fmt: Fp8Format) -> QuantStats:
-    """Statistics of x and its quantised form q (same shape). An empty tensor gives 0, 0, 0, inf."""
+def quant_stats(x_RC: Tensor, values_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: ScaleKind) -> QuantStats:
+    """Statistics of the matrix x (BF16 or FP32) and its `values` after `emulate.quantize_dequantize` with the same
+    arguments.
+
+    An empty matrix gives 0, 0, 0, inf.
+    """
     if x_RC.numel() == 0:
         return QuantStats(0.0, 0.0, 0.0, math.inf)
-    x = x_RC.detach().to(torch.float64)  # squares of FP32 values leave the range of FP32
-    values = dequantize(*q).to(torch.float64)
-    code_magnitude = q.codes.to(torch.float32).abs()
-    is_finite = x.isfinite() & values.isfinite()
-    signal = torch.where(is_finite, x, 0.0).square().sum()
-    noise = torch.where(is_finite, x - values, 0.0).square().sum()
+    values, num_values = values_RC.contiguous(), x_RC.numel()
+    x = x_RC.detach().to(values.dtype).contiguous()
+    x_tiles = magnitude_bits(split_tiles(x, along))
+    amax = x_tiles.amax().view(x.dtype)
+    if not bool(amax < _CERTAINLY_FINITE):
+        is_finite = x.isfinite() & values.isfinite()
+        x, values = torch.where(is_finite, x, 0.0), torch.where(is_finite, values, 0.0)
+        x_tiles = magnitude_bits(split_tiles(x, along))
+    value_tiles = magnitude_bits(split_tiles(values, along))
+
+    # A zero stays zero, so what became zero is the difference in number
+    underflow = torch.count_nonzero(x_tiles) - torch.count_nonzero(value_tiles)
+    scale_inv = scales(tile_amax(x_tiles).view(x.dtype).to(torch.float32), fmt, scale_kind)[1]
+    saturated = (value_tiles == magnitude_bits((fmt.largest * scale_inv).to(values.dtype))).sum()
+    # The difference is exact in x's own dtype; the squares leave its range
+    noise = torch.linalg.vector_norm(x - values, dtype=torch.float64)
+    signal = torch.linalg.vector_norm(x, dtype=torch.float64)
+
     # One transfer for all numbers: on a GPU each would wait for the device
-    amax, underflow, saturation, signal_sum, noise_sum = torch.stack(
-        [
-            x.abs().max(),
-            ((x != 0) & (code_magnitude == 0)).to(torch.float64).mean(),
-            (code_magnitude == fmt.largest).to(torch.float64).mean(),
-            signal,
-            noise,
-        ]
-    ).tolist()
-    sqnr_db = math.inf if noise_sum == 0 else 10 * math.log10(signal_sum / noise_sum)
-    return QuantStats(amax, underflow, saturation, sqnr_db)
+    numbers = torch.stack([t.to(torch.float64) for t in (amax, underflow, saturated, signal, noise)]).tolist()
+    largest, num_underflow, num_saturated, signal_norm, noise_norm = numbers
+    sqnr_db = math.inf if noise_norm == 0 else 20 * math.log10(signal_norm / noise_norm)
+    return QuantStats(largest, num_underflow / num_values, num_saturated / num_values, sqnr_db)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -87,7 +87,7 @@ class PrecisionPlan:
             "summary": self.summary(),
             "recipe": self.recipe.model_dump(mode="json"),
             "fp8_flops_share": self.fp8_flops_share,
-            "linears": [vars(linear) for linear in self.linears],
+            "linears": [asdict(linear) for linear in self.linears],
         }
 
     @classmethod

@@ -235,17 +235,20 @@ def test_from_linear_keeps_the_parameter_objects() -> None:
     assert repr(layer) == "Fp8Linear(in_features=200, out_features=192, bias=True, precision=fp8)"
 
 
-def test_a_frozen_weight_is_quantised_once() -> None:
+def test_a_frozen_weight_is_quantised_once_and_not_trained() -> None:
     layer = make("fp8", torch.bfloat16)
     x, _ = inputs(torch.bfloat16)
     expected = layer(x)
     layer.weight_is_frozen = True
-    assert torch.equal(layer(x), expected)
-    assert layer.quantized_weight() is layer.quantized_weight()
-    layer.weight_is_frozen = False
-    layer.weight.data.mul_(2)
-    assert torch.equal(layer(x), 2 * expected)
-    assert "_frozen_weight" not in layer.state_dict()
+    with pytest.raises(AssertionError, match="a frozen weight can't be trained"):
+        layer(x)
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)
+        assert layer.quantized_weight() is layer.quantized_weight()
+        layer.weight_is_frozen = False
+        layer.weight.mul_(2)
+        assert torch.equal(layer(x), 2 * expected)
+    assert list(layer.state_dict()) == ["weight"]
 
 
 def test_double_backward_is_refused() -> None:
