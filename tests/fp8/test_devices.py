@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from fp8ctl.fp8.emulate import quantize_dequantize
 from fp8ctl.fp8.formats import E4M3, E5M2, scales
 from fp8ctl.fp8.reference import dequantize, quantize_block, quantize_tile
+from fp8ctl.fp8.stats import quant_stats
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,9 +62,14 @@ def test_quantisers(dtype: torch.dtype, fmt: object, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("along", ["rows", "columns", "block"])
+@pytest.mark.parametrize("kind", ["pow2", "fp32"])
 @pytest.mark.parametrize("clean", [True, False])
-def test_emulation(dtype: torch.dtype, along: str, clean: bool) -> None:
+def test_emulation_and_statistics(dtype: torch.dtype, along: str, kind: str, clean: bool) -> None:
     x = torch.randn(1100, 700, generator=torch.Generator().manual_seed(1)).to(dtype) if clean else awkward(dtype)
-    a, b = (quantize_dequantize(t, along, E4M3, "pow2") for t in (x, x.cuda()))  # type: ignore[arg-type]
+    a, b = (quantize_dequantize(t, along, E4M3, kind) for t in (x, x.cuda()))  # type: ignore[arg-type]
     assert torch.equal(a.isnan(), b.cpu().isnan())
     assert torch.equal(bits(a.nan_to_num(nan=7.0)), bits(b.nan_to_num(nan=7.0)))
+    if clean:
+        on_cpu, on_gpu = (quant_stats(t, v, along, E4M3, kind) for t, v in ((x, a), (x.cuda(), b)))  # type: ignore[arg-type]
+        assert astuple(on_cpu)[:3] == astuple(on_gpu)[:3]
+        assert on_cpu.sqnr_db == pytest.approx(on_gpu.sqnr_db, abs=1e-4)
