@@ -81,7 +81,7 @@ def save_checkpoint(
         with _together(dist, folder), _files(engine) as files:
             engine.deepspeed.save_checkpoint(str(temporary), tag=_DEEPSPEED, save_latest=False)
             files.raise_error()
-            torch.save(rank_state, ranks / _rank_file(dist.rank))
+            _save(rank_state, ranks / _rank_file(dist.rank))
         weights = engine.gather_weights(torch.bfloat16)
         with _together(dist, folder, on_main_only=True) as active:
             if active:
@@ -125,8 +125,7 @@ def load_checkpoint(
         _check_shape(folder, client_state.get("shape"), shape)
         rank_state = _load(folder / "ranks" / _rank_file(dist.rank))
     with _files(engine):
-        found, _ = engine.deepspeed.load_checkpoint(str(folder), tag=_DEEPSPEED)
-    assert found is not None, "DeepSpeed found none of the files that the manifest lists"
+        engine.deepspeed.load_checkpoint(str(folder), tag=_DEEPSPEED)
     return client_state, rank_state
 
 
@@ -300,17 +299,20 @@ class _Files:
 
 @contextlib.contextmanager
 def _files(engine: Engine) -> Iterator[_Files]:
-    """DeepSpeed saves and loads through the `_Files` that this yields, quietly, and copies no scripts into checkpoints."""
+    """DeepSpeed saves and loads through the `_Files` that this yields, quietly."""
     deepspeed_engine, files = engine.deepspeed, _Files()
     usual = deepspeed_engine.checkpoint_engine
     deepspeed_engine.checkpoint_engine = files
+    # It would copy scripts into each checkpoint, and raise on one rank alone when that fails
     deepspeed_engine._copy_recovery_script = lambda _folder: None
+    # It would look for its file with a glob, in which a run folder named `a[1]` means something else
+    deepspeed_engine._get_all_ckpt_names = lambda folder, tag: [deepspeed_engine._get_ckpt_name(folder, tag)]
     try:
         with quiet():
             yield files
     finally:
         deepspeed_engine.checkpoint_engine = usual
-        del deepspeed_engine._copy_recovery_script
+        del deepspeed_engine._copy_recovery_script, deepspeed_engine._get_all_ckpt_names
 
 
 def _save(value: Any, path: str | Path) -> None:

@@ -33,7 +33,8 @@ def start_ranks(part: str, root: Path, *, ranks: int = 2, **environment: str) ->
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "--"]
     command += [str(Path(__file__).with_name("two_ranks.py")), part, str(root), str(out)]
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
+    path = os.pathsep.join(p for p in (str(Path(__file__).parents[2]), env.get("PYTHONPATH")) if p)
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return {**json.loads(out.read_text()), "stdout": done.stdout, "stderr": done.stderr}
