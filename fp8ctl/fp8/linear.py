@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from fp8ctl.config.schema import RecipeConfig
 from fp8ctl.fp8.counter import Direction, GemmCounter, Precision
 from fp8ctl.fp8.emulate import Along, quantize_dequantize
-from fp8ctl.fp8.formats import E4M3, FORMATS, Fp8Format
+from fp8ctl.fp8.formats import E4M3, FORMATS, Fp8Format, ScaleKind
 from fp8ctl.fp8.stats import QuantStats, quant_stats
 
 StatsSink = Callable[[str, QuantStats], None]
@@ -59,7 +59,7 @@ class Fp8Linear(nn.Linear):
         self.counter = GemmCounter()
         self.stats_sink: StatsSink | None = None
         self.weight_is_frozen = False
-        self._frozen_weight: Tensor | None = None
+        self._frozen_weight: tuple[ScaleKind, Tensor] | None = None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, precision: Precision, recipe: RecipeConfig) -> Fp8Linear:
@@ -91,10 +91,11 @@ class Fp8Linear(nn.Linear):
 
     def quantized_weight(self) -> Tensor:
         """The weight after its round trip through FP8, [N, K]; kept if the weight is frozen."""
-        if self._frozen_weight is not None and self.weight_is_frozen:
-            return self._frozen_weight
-        w_NK = quantize_dequantize(self.weight.detach(), "block", E4M3, self.recipe.scale)
-        self._frozen_weight = w_NK if self.weight_is_frozen else None
+        scale_kind = self.recipe.scale
+        if self.weight_is_frozen and self._frozen_weight is not None and self._frozen_weight[0] == scale_kind:
+            return self._frozen_weight[1]
+        w_NK = quantize_dequantize(self.weight.detach(), "block", E4M3, scale_kind)
+        self._frozen_weight = (scale_kind, w_NK) if self.weight_is_frozen else None
         return w_NK
 
 
@@ -151,14 +152,14 @@ def _gemm(
     out_dtype: torch.dtype,
     bias_N: Tensor | None = None,
 ) -> Tensor:
-    """The one place where a GEMM of a linear layer is executed and counted. Accumulates in FP32, rounds to out_dtype
-    once.
-    """
-    counter.add(direction, precision, m=a_MK.shape[0], n=b_KN.shape[1], k=a_MK.shape[1])
+    """The one place where a GEMM of a linear layer is executed and counted; accumulates in FP32, rounds once."""
     if bias_N is None:
-        return torch.mm(a_MK, b_KN).to(out_dtype)
-    # FP32 scales give FP32 operands beside a BF16 bias
-    return torch.addmm(bias_N.to(a_MK.dtype), a_MK, b_KN).to(out_dtype)
+        d_MN = torch.mm(a_MK, b_KN)
+    else:
+        # FP32 scales give FP32 operands beside a BF16 bias
+        d_MN = torch.addmm(bias_N.to(a_MK.dtype), a_MK, b_KN)
+    counter.add(direction, precision, m=a_MK.shape[0], n=b_KN.shape[1], k=a_MK.shape[1])
+    return d_MN.to(out_dtype)
 
 
 def _report(layer: Fp8Linear, role: str, x_RC: Tensor, values_RC: Tensor, along: Along, fmt: Fp8Format) -> None:

@@ -244,11 +244,21 @@ def test_a_frozen_weight_is_quantised_once_and_not_trained() -> None:
         layer(x)
     with torch.no_grad():
         assert torch.equal(layer(x), expected)
-        assert layer.quantized_weight() is layer.quantized_weight()
-        layer.weight_is_frozen = False
+        in_pow2 = layer.quantized_weight()
+        assert layer.quantized_weight() is in_pow2
+        layer.recipe = RecipeConfig(scale="fp32")
+        assert not torch.equal(layer.quantized_weight(), in_pow2)
+        layer.weight_is_frozen, layer.recipe = False, RecipeConfig()
         layer.weight.mul_(2)
         assert torch.equal(layer(x), 2 * expected)
     assert list(layer.state_dict()) == ["weight"]
+
+
+def test_a_gemm_that_fails_is_not_counted() -> None:
+    layer = make("bf16", torch.bfloat16)
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(2, K))  # FP32 into a BF16 layer
+    assert not any(layer.counter.flops["fprop"].values())
 
 
 def test_double_backward_is_refused() -> None:
