@@ -154,6 +154,6 @@ def _quiet_deepspeed(device: torch.device) -> None:
     logger.setLevel(logging.WARNING)
     for handler in logger.handlers:
         if type(handler) is logging.StreamHandler:
-            handler.setStream(sys.stderr)
+            handler.stream = sys.stderr  # setStream would flush the old one, which may be closed by now
     # New torch versions rename the collectives that DeepSpeed calls, and say so once per rank and call site
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
