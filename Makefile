@@ -49,8 +49,8 @@ DEMO_EVAL := suite=reasoning suite.num_questions=20 suite.max_new_tokens=64 batc
 demo-arms: demo-arm-bf16 demo-arm-infir2
 
 demo-arm-%:
-	$(FP8CTL) train cpt experiment=demo_cpt precision=$* model.path=$(DEMO)/model data.path=$(DEMO)/data-cpt --run-dir $(DEMO)/cpt-$*
-	$(FP8CTL) train sft experiment=demo_sft precision=$* model.path=$(DEMO)/cpt-$* data.path=$(DEMO)/data-sft --run-dir $(DEMO)/sft-$*
+	$(FP8CTL) train cpt experiment=demo_cpt precision=$* model.path=$(DEMO)/model data.path=$(DEMO)/data-cpt name=cpt-$* --run-dir $(DEMO)/cpt-$*
+	$(FP8CTL) train sft experiment=demo_sft precision=$* model.path=$(DEMO)/cpt-$* data.path=$(DEMO)/data-sft name=sft-$* --run-dir $(DEMO)/sft-$*
 	$(FP8CTL) eval model=$(DEMO)/sft-$* precision=bf16 $(DEMO_EVAL)
 	$(FP8CTL) eval model=$(DEMO)/sft-$* precision=infir2 $(DEMO_EVAL)
 

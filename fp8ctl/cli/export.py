@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,12 +26,28 @@ def export(
     ] = Format.HF,
 ) -> None:
     """Writes a Hugging Face folder that transformers (and, as fp8-block, vLLM) loads."""
+    from fp8ctl.engine.manifest import find_weights
     from fp8ctl.precision.export import export_fp8_block, export_hf
-    from fp8ctl.track.checkpoints import find_weights
 
     weights = find_weights(run)
     if format_ is Format.HF:
         export_hf(weights, dst)
-    else:
-        export_fp8_block(weights, dst)
-    say(f"{weights} exported to {dst} as {format_.value}")
+        say(f"{weights} exported to {dst}")
+        return
+    summary = export_fp8_block(weights, dst, **_as_trained(run))
+    stored, kept = len(summary.fp8_linears), len(summary.kept_linears)
+    say(f"{weights} exported to {dst}: {stored} of {stored + kept} linears in FP8, the rest as they were")
+
+
+def _as_trained(run: Path) -> dict[str, Any]:
+    """A run's own scales, and the linears that its plan kept in BF16; nothing for a bare model folder."""
+    from fp8ctl.paths import RunPaths
+    from fp8ctl.precision.plan import PrecisionPlan
+    from fp8ctl.track.record import RunRecord
+
+    if not RunPaths(run).plan.exists():
+        return {}
+    plan = PrecisionPlan.from_json(RunRecord(run).json(RunPaths(run).plan))
+    if not plan.fp8_linears:
+        return {}  # trained in BF16: block FP8 is then a choice for serving alone
+    return {"scale_kind": plan.recipe.scale, "keep": [p.fqn for p in plan.linears if p.precision == "bf16"]}

@@ -37,9 +37,17 @@ from torch import Tensor
 
 from fp8ctl.engine.dist import Dist
 from fp8ctl.engine.engine import Engine, quiet
-from fp8ctl.engine.manifest import CheckpointManifest, check_contents, check_sizes, digest, latest, prune
+from fp8ctl.engine.manifest import (
+    MANIFEST,
+    WEIGHTS,
+    CheckpointManifest,
+    check_contents,
+    check_sizes,
+    digest,
+    latest,
+    prune,
+)
 from fp8ctl.errors import CheckpointError, Fp8ctlError
-from fp8ctl.track.checkpoints import MANIFEST, WEIGHTS
 
 __all__ = ["latest", "load_checkpoint", "prune", "save_checkpoint"]
 

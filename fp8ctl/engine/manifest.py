@@ -17,8 +17,10 @@ from typing import Any
 import xxhash
 
 from fp8ctl.errors import CheckpointError
-from fp8ctl.track.checkpoints import MANIFEST
+from fp8ctl.paths import RunPaths
 
+MANIFEST = "manifest.json"
+WEIGHTS = "weights"
 SCHEMA = 1
 _CHUNK_BYTES = 1 << 22
 
@@ -121,6 +123,32 @@ def is_complete(folder: Path) -> bool:
 def latest(checkpoints: Path) -> Path | None:
     """The newest complete checkpoint in the folder `checkpoints`; damaged and unfinished ones are passed over."""
     return next((folder for folder in reversed(_by_step(checkpoints)) if is_complete(folder)), None)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """Number of optimizer steps behind a checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def find_weights(source: Path) -> Path:
+    """Hugging Face folder for `source`: itself, a checkpoint's weights, or those of a run's newest checkpoint.
+
+    Raises:
+        CheckpointError: nothing there, or a run without a complete checkpoint.
+    """
+    if (source / "config.json").is_file():
+        return source
+    if (source / WEIGHTS / "config.json").is_file():
+        return source / WEIGHTS
+    if (source / "config.yaml").is_file():
+        checkpoint = latest(RunPaths(source).checkpoints)
+        if checkpoint is not None:
+            return checkpoint / WEIGHTS
+        raise CheckpointError(
+            f"no complete checkpoint in {source}", "let the run reach its first loop.save_every_steps, or its end"
+        )
+    what = "holds no model" if source.exists() else "does not exist"
+    raise CheckpointError(f"{source} {what}", "give a run folder, a checkpoint folder or a Hugging Face folder")
 
 
 def prune(checkpoints: Path, *, keep: int) -> list[Path]:

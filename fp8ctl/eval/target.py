@@ -7,9 +7,9 @@ from pathlib import Path
 
 import xxhash
 
+from fp8ctl.engine.manifest import MANIFEST, WEIGHTS, checkpoint_step, find_weights
 from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.paths import RunPaths
-from fp8ctl.track.checkpoints import MANIFEST, WEIGHTS, checkpoint_step, find_weights
 
 # Everything in a model folder that changes an answer; notes on where it came from don't count.
 _FINGERPRINTED = (

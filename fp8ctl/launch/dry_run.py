@@ -59,5 +59,5 @@ def describe_run(config: TrainConfig) -> RenderableType:
         )
     table.add_row("precision", plan.summary())
     table.add_row("backend", f"{backend.name}: {backend.reason}")
-    table.add_row("deepspeed", json.dumps(deepspeed_config(config, world_size=config.launch.num_ranks)))
+    table.add_row("deepspeed", json.dumps(deepspeed_config(config, config.launch.num_ranks, count_parameters(shape))))
     return Group(table, plan.table())

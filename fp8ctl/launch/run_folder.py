@@ -9,9 +9,9 @@ from pathlib import Path
 from fp8ctl.config.checks import check_train
 from fp8ctl.config.compose import change, compose, dump, load
 from fp8ctl.config.schema import TrainConfig
+from fp8ctl.engine.manifest import find_weights, latest
 from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.paths import RunPaths
-from fp8ctl.track.checkpoints import complete_checkpoints, find_weights
 from fp8ctl.track.redact import secret_places
 
 RUNS_ROOT = Path("runs")
@@ -96,13 +96,13 @@ def resume_run(config: TrainConfig) -> tuple[RunPaths, Path]:
     """
     assert config.run_dir is not None, "settings_for asks for it"
     paths = RunPaths(Path(config.run_dir).resolve())
-    checkpoints = complete_checkpoints(paths)
-    if not checkpoints:
+    checkpoint = latest(paths.checkpoints)
+    if checkpoint is None:
         raise CheckpointError(
             f"nothing to resume: no complete checkpoint in {paths.checkpoints}", "start the run anew in another folder"
         )
     _write_config(config.model_copy(update={"run_dir": str(paths.root)}), paths)
-    return paths, checkpoints[-1]
+    return paths, checkpoint
 
 
 def _refuse_started(paths: RunPaths) -> None:

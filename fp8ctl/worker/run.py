@@ -51,6 +51,7 @@ def run(
         if tracker is not None:
             tracker.close(outcome)
     rank.dist.barrier()
+    rank.dist.shutdown()
     return finished, state.step
 
 

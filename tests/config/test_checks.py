@@ -28,7 +28,7 @@ def test_a_sound_run_passes() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message", "hint"),
     [
-        (["batch.global_batch_rows=3", "batch.micro_batch_rows=2"], "micro_batch_rows x ranks = 2 x 1 = 2", "set batch.global_batch_rows=2 or 4"),
+        (["batch.global_batch_rows=3", "batch.micro_batch_rows=2"], "ranks = 2 x 1 = 2", "global_batch_rows=2 or 4"),
         (["batch.global_batch_rows=1", "launch.num_ranks=2"], "1 is no multiple", "set batch.global_batch_rows=2"),
         (["schedule.warmup_steps=90", "schedule.decay_steps=20", "loop.num_steps=100"], "warm-up 90 + decay 20 steps are more", "shorten"),
         (["schedule=cosine", "schedule.decay_steps=5"], "only the wsd schedule has a decay", "decay_steps=0"),

@@ -5,9 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from fp8ctl.engine.manifest import CheckpointManifest, check_contents, check_sizes, digest, is_complete, latest, prune
+from fp8ctl.engine.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    check_contents,
+    check_sizes,
+    digest,
+    is_complete,
+    latest,
+    prune,
+)
 from fp8ctl.errors import CheckpointError
-from fp8ctl.track.checkpoints import MANIFEST
 
 OLDER = "resume from an older checkpoint: move this folder away"
 

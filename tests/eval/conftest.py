@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fp8ctl.config.schema import EvalConfig, ModelShape, SuiteConfig
+from fp8ctl.engine.manifest import CheckpointManifest
 from fp8ctl.model.hf import save_hf
 from fp8ctl.model.transformer import Transformer
 from fp8ctl.paths import RunPaths, templates_dir
@@ -70,7 +71,7 @@ def make_run(model_folder: Path) -> Callable[..., RunPaths]:
         paths = RunPaths(root)
         checkpoint = paths.checkpoint(step)
         shutil.copytree(model_folder, checkpoint / "weights")
-        (checkpoint / "manifest.json").write_text("{}")
+        CheckpointManifest(1, 1, "bf16", {}, {}, {}).write(checkpoint)
         settings = {"model": {"path": str(model) if model else None}, "data": {"path": str(data) if data else None}}
         paths.config.write_text(json.dumps(settings))  # JSON is YAML
         return paths

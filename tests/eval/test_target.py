@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8ctl.engine.manifest import CheckpointManifest
 from fp8ctl.errors import ConfigError, Fp8ctlError, ModelError
 from fp8ctl.eval.target import Target, find_target, fingerprint
 from fp8ctl.paths import RunPaths
@@ -25,7 +26,7 @@ def make_run(root: Path, *, complete: tuple[int, ...] = (), torn: tuple[int, ...
     for step in complete + torn:
         make_weights(paths.checkpoint(step) / "weights")
     for step in complete:
-        (paths.checkpoint(step) / "manifest.json").write_text("{}")
+        CheckpointManifest(1, 1, "bf16", {}, {}, {}).write(paths.checkpoint(step))
     return paths
 
 

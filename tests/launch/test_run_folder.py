@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from fp8ctl.config.compose import load
 from fp8ctl.config.schema import TrainConfig
+from fp8ctl.engine.manifest import CheckpointManifest
 from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.launch.run_folder import create_run_folder, resume_run, run_name, settings_for
 from fp8ctl.paths import RunPaths
@@ -65,7 +64,7 @@ def test_resume_needs_a_run_and_a_complete_checkpoint(tmp_path) -> None:
     for step in (10, 20):
         folder = tmp_path / f"r/checkpoints/step-{step:08d}"
         folder.mkdir(exist_ok=True)
-        (folder / "manifest.json").write_text(json.dumps({}))
+        CheckpointManifest(1, 1, "bf16", {}, {}, {}).write(folder)
     paths, checkpoint = resume_run(settings(["loop.num_steps=99"], tmp_path / "r", resume=True))
     assert checkpoint.name == "step-00000020"
     assert load(TrainConfig, RunPaths(tmp_path / "r").config).loop.num_steps == 99
@@ -94,7 +93,7 @@ def test_a_run_folder_stands_for_its_newest_weights(tmp_path) -> None:
     weights = tmp_path / "stage1/checkpoints/step-00000005/weights"
     weights.mkdir(parents=True)
     (weights / "config.json").write_text("{}")
-    (weights.parent / "manifest.json").write_text("{}")
+    CheckpointManifest(1, 1, "bf16", {}, {}, {}).write(weights.parent)
     (tmp_path / "stage1/config.yaml").write_text("stage: cpt\n")
     assert settings([f"model.path={tmp_path / 'stage1'}", "data.path=d"]).model.path == str(weights)
 
