@@ -196,7 +196,8 @@ def _tokenizers() -> Finding:
 
 
 def _reasoning_gym() -> Finding:
-    return _package("reasoning_gym", "reasoning-gym", "reasoning-gym", "pip install -c constraints.txt reasoning-gym")
+    fix = "pip install -c constraints.txt reasoning-gym (generated questions and evaluation need it)"
+    return _package("reasoning_gym", "reasoning-gym", "reasoning-gym", fix, needed=False)
 
 
 def _transformer_engine() -> Finding:
