@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -41,7 +42,7 @@ def command(
     line = [sys.executable, "-m", "deepspeed.launcher.launch"]
     line += [f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}"]
     line += ["--master_addr=127.0.0.1", f"--master_port={port or free_port()}", "--no_local_rank", "--module"]
-    line += [WORKER, f"--run-dir={paths.root}"]
+    line += [WORKER, f"--run-dir={paths.root}", f"--command={shlex.join(['fp8ctl', *sys.argv[1:]])}"]
     return line + ([f"--resume-from={resume_from}"] if resume_from else [])
 
 

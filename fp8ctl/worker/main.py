@@ -45,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--resume-from", type=Path)
+    parser.add_argument("--command", default="", help="What the user typed, for env.json.")
     args = parser.parse_args()
     paths, rank = RunPaths(args.run_dir), int(os.environ.get("RANK", "0"))
     _redirect_output(paths, rank)
@@ -53,7 +54,7 @@ def main() -> None:
         config = load(TrainConfig, paths.config)
         from fp8ctl.worker.run import run
 
-        finished, step = run(config, paths, stop.requested, args.resume_from)
+        finished, step = run(config, paths, stop.requested, args.resume_from, args.command)
     except BaseException as error:  # also SystemExit from libraries: a rank never dies without a word
         _leave_cause(paths, rank, error)
         # Not sys.exit: other threads and collectives may wait for ranks that are gone.

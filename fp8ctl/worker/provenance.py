@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,19 @@ from fp8ctl.worker.build import PlannedModel
 
 
 def write_provenance(
-    config: TrainConfig, paths: RunPaths, dist: Dist, planned: PlannedModel, *, step: int, resumed_from: Path | None
+    config: TrainConfig,
+    paths: RunPaths,
+    dist: Dist,
+    planned: PlannedModel,
+    *,
+    step: int,
+    resumed_from: Path | None,
+    command: str,
 ) -> None:
     """Writes env.json and plan.json, and the events that say what was chosen."""
     backend = {"name": planned.backend.name, "reason": planned.backend.reason}
     facts = {"device": dist.device.type, "ranks": dist.world_size, "dtype": config.engine.dtype, "backend": backend}
-    write_json(paths.env, {**collect_environment(gpus=_gpus(dist)), **facts})
+    write_json(paths.env, {**collect_environment(gpus=_gpus(dist), argv=shlex.split(command)), **facts})
     write_json(paths.plan, planned.plan.to_json())
     print(planned.plan.summary(), file=sys.stderr)
     log_event(paths, "backend", step, **backend, plan=planned.plan.summary())

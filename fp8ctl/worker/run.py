@@ -27,9 +27,11 @@ from fp8ctl.worker.provenance import open_tracker, write_provenance
 
 
 def run(
-    config: TrainConfig, paths: RunPaths, stop_requested: Callable[[], bool], resume_from: Path | None
+    config: TrainConfig, paths: RunPaths, stop_requested: Callable[[], bool], resume_from: Path | None, command: str
 ) -> tuple[bool, int]:
     """Trains to the end or to a stop signal; returns (finished, step). Every rank calls it.
+
+    `command` is what the user typed.
 
     Raises:
         Fp8ctlError: anything a user can mend; under `precision.require_fp8` also a coverage below the plan's.
@@ -39,7 +41,9 @@ def run(
     state = rank.resume(resume_from) if resume_from else LoopState()
     tracker = None
     if rank.dist.is_main:
-        write_provenance(config, paths, rank.dist, rank.planned, step=state.step, resumed_from=resume_from)
+        write_provenance(
+            config, paths, rank.dist, rank.planned, step=state.step, resumed_from=resume_from, command=command
+        )
         tracker = open_tracker(config, paths, rank.planned)
     outcome: State = "failed"
     try:
