@@ -257,8 +257,8 @@ class MonitorConfig(Settings):
 
     policy: Literal["off", "observe"] = "observe"
     """off: nothing. observe: statistics are recorded and judged, nothing is changed."""
-    layer_stats_every_steps: PositiveInt = 10
-    """Steps between two rows of per-layer quantisation statistics in layers.parquet."""
+    layer_stats_every_steps: PositiveInt = 50
+    """Steps between two recordings of per-layer quantisation statistics in layers.parquet; the first step is always recorded."""
 
 
 class TrackConfig(Settings):

@@ -35,7 +35,7 @@ class LayerStats:
             or an object with amax, underflow_share, saturation_share and sqnr_db, each a float or a one-element tensor.
             Tensors stay on their device until the step ends, and come to the host together.
         path: the table's folder, or None on ranks that don't record.
-        every_steps: steps between two recordings.
+        every_steps: steps between two recordings; the first step is recorded.
     """
 
     def __init__(self, linears: Iterable[tuple[str, Any]], path: Path | None, *, every_steps: int) -> None:
@@ -47,8 +47,8 @@ class LayerStats:
         self._has_warned = False
 
     def begin_step(self, step: int) -> None:
-        """Before the first forward pass of a step."""
-        if step % self._every_steps or not self._linears:
+        """Before the first forward pass of a step; the first step is recorded, then every `every_steps`-th."""
+        if (step - 1) % self._every_steps or not self._linears:
             return
         self._step, self._seen = step, {}
         for fqn, linear in self._linears:

@@ -172,8 +172,8 @@ def _why_no_layers(config: dict[str, Any], steps: list[dict[str, Any]]) -> str:
     every = monitor.get("layer_stats_every_steps")
     if monitor.get("policy") == "off":
         return "no layers.parquet: monitor.policy is off"
-    if every and (steps[-1]["step"] if steps else 0) < every:
-        return f"no layers.parquet yet: the first statistics come at step {every:,}"
+    if every and not steps:
+        return "no layers.parquet yet: the first statistics come with the first step"
     return "no layers.parquet: no statistics were written"
 
 
