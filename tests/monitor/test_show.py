@@ -146,7 +146,7 @@ def test_a_failed_run_says_why(paths: RunPaths) -> None:
     assert "failed, step 2 of 200" in text
     assert "cause: rank 1: out of memory" in text and "hint: smaller micro-batches" in text
     assert "now nan, first 2, lowest 2 (step 1), highest 2 (step 1), not finite 1 times" in text
-    assert "no layers.parquet yet: the first statistics come at step 10" in text
+    assert "no layers.parquet: no statistics were written" in text
 
 
 def test_a_bf16_run(paths: RunPaths) -> None:
