@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+_LICENSE = Path(__file__).parent.parent / "LICENSE"
 _TINY = [
     "model=tiny",
     "model.shape.vocab_size=512",
@@ -43,7 +44,7 @@ def fp8ctl(environment):
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory) -> Path:
-    """A byte-level BPE tokenizer of 512 tokens, trained on this project's own documentation."""
+    """A byte-level BPE tokenizer of 512 tokens, trained on the licence: English that never changes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -55,8 +56,7 @@ def tokenizer_folder(tmp_path_factory) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    root = Path(__file__).parent.parent
-    tokenizer.train([str(root / name) for name in ("README.md", "CONTRIBUTING.md", "docs/README.md")], trainer)
+    tokenizer.train([str(_LICENSE)], trainer)
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -72,9 +72,8 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 def cpt_data(fp8ctl, tokenizer_folder, tmp_path_factory) -> Path:
     """A small CPT data set of real text, made by `fp8ctl data prep`."""
     folder = tmp_path_factory.mktemp("cpt")
-    root = Path(__file__).parent.parent
-    files = sorted([*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("fp8ctl/config/*.py")])
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f.read_text()}) + "\n" for f in files))
+    paragraphs = _LICENSE.read_text().split("\n\n")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": p}) + "\n" for p in paragraphs if p.strip()))
     fp8ctl(
         "data", "prep", "source=cpt_local", f"sources.0.paths=[{folder / 'text.jsonl'}]", f"tokenizer={tokenizer_folder}",
         f"out={folder / 'data'}", "validation_share=0.1",

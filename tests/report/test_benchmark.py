@@ -47,7 +47,8 @@ def test_the_format(tmp_path: Path) -> None:
     assert "| time\\_s | 1.2346 | - |" in text
 
 
-def test_a_report_as_benchmark(make_run, tmp_path: Path) -> None:
+def test_a_report_as_benchmark(make_run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/bin/fp8ctl", "report", "a", "b"])
     folders = [
         make_run("cpt-a"),
         make_run("cpt-b", precision="infir2", step_time_s=3.4, gap=0.0004),
@@ -59,7 +60,7 @@ def test_a_report_as_benchmark(make_run, tmp_path: Path) -> None:
     assert record["commit"] == "0123456789abcdef0123456789abcdef01234567", (
         "the code that measured, not the code that reports"
     )
-    assert record["command"].startswith("fp8ctl ")
+    assert record["command"] == "fp8ctl report a b"
     assert record["hardware"]["cpu"]["model"] == "Some CPU @ 2.0GHz"
     bars = {bar["name"]: bar for bar in record["bars"]}
     assert list(bars) == [

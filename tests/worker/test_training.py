@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 EIGHT = [
     "loop.num_steps=8",
     "monitor.layer_stats_every_steps=4",
+    "optim.peak_lr=1e-3",
     "loop.save_every_steps=4",
     "batch.global_batch_rows=4",
     "batch.micro_batch_rows=2",
