@@ -17,28 +17,21 @@ Resume = Annotated[
 RequireFp8 = Annotated[bool, typer.Option("--require-fp8", help="Fail when less ran in FP8 than the plan says.")]
 
 
-@app.command()
-def cpt(
-    overrides: Overrides = None,
-    run_dir: RunDir = None,
-    dry_run: DryRun = False,
-    resume: Resume = False,
-    require_fp8: RequireFp8 = False,
-) -> None:
-    """Continual pre-training: fp8ctl train cpt model.path=FOLDER data.path=FOLDER precision=infir2."""
-    _train("train_cpt", overrides or [], run_dir, dry_run, resume, require_fp8)
+
+def _add(stage: str, description: str) -> None:
+    @app.command(stage, help=f"{description}: fp8ctl train {stage} model.path=FOLDER data.path=FOLDER precision=infir2.")
+    def command(
+        overrides: Overrides = None,
+        run_dir: RunDir = None,
+        dry_run: DryRun = False,
+        resume: Resume = False,
+        require_fp8: RequireFp8 = False,
+    ) -> None:
+        _train(f"train_{stage}", overrides or [], run_dir, dry_run, resume, require_fp8)
 
 
-@app.command()
-def sft(
-    overrides: Overrides = None,
-    run_dir: RunDir = None,
-    dry_run: DryRun = False,
-    resume: Resume = False,
-    require_fp8: RequireFp8 = False,
-) -> None:
-    """Supervised fine-tuning: fp8ctl train sft model.path=FOLDER data.path=FOLDER precision=infir2."""
-    _train("train_sft", overrides or [], run_dir, dry_run, resume, require_fp8)
+_add("cpt", "Continual pre-training")
+_add("sft", "Supervised fine-tuning")
 
 
 def _train(
