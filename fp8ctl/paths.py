@@ -23,6 +23,12 @@ def templates_dir() -> Path:
     return _bundled("templates")
 
 
+def shown_path(path: Path | str) -> str:
+    """A path for people: relative when it lies below the working directory, so that a report passed on names no home folder."""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
 class RunPaths:
     """Names of everything in one run folder (see docs/run-folder.md)."""
 

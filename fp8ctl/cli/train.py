@@ -17,9 +17,10 @@ Resume = Annotated[
 RequireFp8 = Annotated[bool, typer.Option("--require-fp8", help="Fail when less ran in FP8 than the plan says.")]
 
 
-
 def _add(stage: str, description: str) -> None:
-    @app.command(stage, help=f"{description}: fp8ctl train {stage} model.path=FOLDER data.path=FOLDER precision=infir2.")
+    @app.command(
+        stage, help=f"{description}: fp8ctl train {stage} model.path=FOLDER data.path=FOLDER precision=infir2."
+    )
     def command(
         overrides: Overrides = None,
         run_dir: RunDir = None,
@@ -41,6 +42,7 @@ def _train(
     from fp8ctl.launch.job import run_job
     from fp8ctl.launch.progress import TrainProgress
     from fp8ctl.launch.run_folder import create_run_folder, resume_run, settings_for
+    from fp8ctl.paths import shown_path
 
     config = settings_for(command, overrides, run_dir=run_dir, resume=resume, require_fp8=require_fp8)
     if dry_run:
@@ -51,15 +53,12 @@ def _train(
     else:
         config, paths = create_run_folder(config)
         checkpoint = None
-    say(f"run folder: {_shown(paths.root)}")
+    say(f"run folder: {shown_path(paths.root)}")
     with TrainProgress(config, paths, stderr()) as progress:
         code = run_job(config, paths, resume_from=checkpoint, on_poll=progress.poll)
     if code:
-        say(f"stopped by a signal; continue with: fp8ctl train {config.stage} --resume --run-dir {_shown(paths.root)}")
+        say(
+            f"stopped by a signal; continue with: fp8ctl train {config.stage} --resume --run-dir {shown_path(paths.root)}"
+        )
         raise typer.Exit(code)
-    say(f"finished; see it with: fp8ctl report {_shown(paths.root)}")
-
-
-def _shown(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    say(f"finished; see it with: fp8ctl report {shown_path(paths.root)}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import fp8ctl
 from fp8ctl.errors import DataError
+from fp8ctl.paths import shown_path
 from fp8ctl.report import accuracy, coverage, efficiency, experiment, loss
 from fp8ctl.report.load import Run, load_run
 from fp8ctl.report.verdict import EMULATED, EXIT_CODES, SEVERITY, Evidence, judge
@@ -133,6 +134,10 @@ def _overall(stages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"verdict": verdict.verdict, "rule": verdict.rule, "reasons": verdict.reasons, "of": of}
 
 
+def _shown(path: str | None) -> str | None:
+    return None if path is None else shown_path(path)
+
+
 def _run(parts: _Parts) -> dict[str, Any]:
     run = parts.run
     model = run.config.get("model", {})
@@ -143,8 +148,8 @@ def _run(parts: _Parts) -> dict[str, Any]:
         "folder": str(run.folder),
         "stage": run.stage,
         "precision": run.precision,
-        "model": {"name": model.get("name"), "path": model.get("path")},
-        "data": run.config.get("data", {}).get("path"),
+        "model": {"name": model.get("name"), "path": _shown(model.get("path"))},
+        "data": _shown(run.config.get("data", {}).get("path")),
         "seed": run.config.get("seed"),
         "state": run.state,
         "cause": run.status.get("cause", ""),

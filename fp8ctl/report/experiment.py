@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from fp8ctl.paths import shown_path
 from fp8ctl.report.load import Run
 
 FREE = ("precision", "name", "run_dir", "track")
@@ -75,9 +76,13 @@ def _settings(baseline: dict[str, Any], candidate: dict[str, Any]) -> tuple[list
     notes, rest = [], []
     for d in found:
         if d.key == "model.path" and _continue_matched_runs(Path(d.baseline), Path(d.candidate)):
-            notes.append(f"each arm continues its own run of the stage before: {d.baseline} | {d.candidate}")
+            notes.append(
+                f"each arm continues its own run of the stage before: {shown_path(d.baseline)} | {shown_path(d.candidate)}"
+            )
         elif d.key == "data.path" and _are_equal_data(Path(d.baseline), Path(d.candidate)):
-            notes.append(f"the data lie in two places and have one fingerprint: {d.baseline} | {d.candidate}")
+            notes.append(
+                f"the data lie in two places and have one fingerprint: {shown_path(d.baseline)} | {shown_path(d.candidate)}"
+            )
         else:
             rest.append(d)
     return rest, notes
