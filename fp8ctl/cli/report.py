@@ -42,12 +42,12 @@ def report(
     if markdown:
         from fp8ctl.report.markdown import render_markdown
 
-        markdown.write_text(render_markdown(result), encoding="utf-8")
+        _write(markdown, render_markdown(result))
         say(f"Markdown written: {markdown}")
     if html:
         from fp8ctl.report.html import render_html
 
-        html.write_text(render_html(result), encoding="utf-8")
+        _write(html, render_html(result))
         say(f"HTML written: {html}")
     if benchmark:
         from fp8ctl.report.benchmark import write_report_benchmark
@@ -55,3 +55,8 @@ def report(
         say(f"benchmark written: {write_report_benchmark(benchmark, result)}")
     if check:
         raise typer.Exit(exit_code(result))
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
