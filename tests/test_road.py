@@ -81,7 +81,14 @@ def test_metrics_reach_mlflow_as_they_stand_in_the_record(arms) -> None:
 
 def test_the_report_compares_the_arms(fp8ctl, arms, tmp_path) -> None:
     done = fp8ctl(
-        "report", arms["bf16"], arms["infir2"], "--json", "--html", tmp_path / "new/r.html", "--markdown", tmp_path / "r.md"
+        "report",
+        arms["bf16"],
+        arms["infir2"],
+        "--json",
+        "--html",
+        tmp_path / "new/r.html",
+        "--markdown",
+        tmp_path / "r.md",
     )
     report = json.loads(done.stdout)
     assert report["verdict"]["verdict"] in ("parity", "worse", "undecided")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -41,24 +42,24 @@ def _train(
     from fp8ctl.launch.dry_run import describe_run
     from fp8ctl.launch.job import run_job
     from fp8ctl.launch.progress import TrainProgress
-    from fp8ctl.launch.run_folder import create_run_folder, resume_run, settings_for
+    from fp8ctl.launch.run_folder import check_inputs, create_run_folder, resume_run, settings_for
     from fp8ctl.paths import shown_path
 
     config = settings_for(command, overrides, run_dir=run_dir, resume=resume, require_fp8=require_fp8)
     if dry_run:
         stdout().print(describe_run(config))
         return
+    check_inputs(config)
     if resume:
         paths, checkpoint = resume_run(config)
     else:
         config, paths = create_run_folder(config)
         checkpoint = None
-    say(f"run folder: {shown_path(paths.root)}")
+    folder = shlex.quote(shown_path(paths.root))
+    say(f"run folder: {folder}")
     with TrainProgress(config, paths, stderr()) as progress:
         code = run_job(config, paths, resume_from=checkpoint, on_poll=progress.poll)
     if code:
-        say(
-            f"stopped by a signal; continue with: fp8ctl train {config.stage} --resume --run-dir {shown_path(paths.root)}"
-        )
+        say(f"stopped by a signal; continue with: fp8ctl train {config.stage} --resume --run-dir {folder}")
         raise typer.Exit(code)
-    say(f"finished; see it with: fp8ctl report {shown_path(paths.root)}")
+    say(f"finished; see it with: fp8ctl report {folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,20 @@ def settings_for(
     return config
 
 
+def check_inputs(config: TrainConfig) -> None:
+    """Compares data and model before a folder is made or a rank starts. Needs torch, loads no weights.
+
+    Raises:
+        DataError: no data set, one of the other stage, or tokens and rows that the model has no place for.
+        ModelError: the folder's shape is not that of the settings.
+    """
+    from fp8ctl.data.manifest import Manifest
+    from fp8ctl.worker.build import check_data, model_shape
+
+    assert config.data.path is not None, "check_train asks for it"
+    check_data(Manifest.read(config.data.path), config, model_shape(config))
+
+
 def run_name(config: TrainConfig) -> str:
     """Stage, model and recipe, unless the user named the run."""
     recipe = config.precision.recipe.name if config.precision.default == "fp8" else "bf16"
@@ -107,7 +122,7 @@ def resume_run(config: TrainConfig) -> tuple[RunPaths, Path]:
 
 def _refuse_started(paths: RunPaths) -> None:
     if paths.status.exists() or paths.metrics.exists():
-        hint = f"continue it with --resume --run-dir {paths.root}, or choose another folder"
+        hint = f"continue it with --resume --run-dir {shlex.quote(str(paths.root))}, or choose another folder"
         raise ConfigError(f"there is a run in {paths.root} already", hint)
 
 

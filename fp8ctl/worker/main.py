@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import time
@@ -66,7 +67,7 @@ def main() -> None:
             number = stop.number or signal.SIGTERM
             write_status(
                 paths, "preempted", step=step, cause=f"{signal.Signals(number).name}; saved at step {step}",
-                hint=f"continue with --resume --run-dir {paths.root}", exit_code=128 + number,
+                hint=f"continue with --resume --run-dir {shlex.quote(str(paths.root))}", exit_code=128 + number,
             )  # fmt: skip
     sys.stdout.flush()
 

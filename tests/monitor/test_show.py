@@ -168,7 +168,10 @@ def test_a_bf16_run(paths: RunPaths) -> None:
     [
         ("{}", "no layers.parquet: no statistics were written"),
         ("monitor: {policy: 'off'}", "no layers.parquet: monitor.policy is off"),
-        ("monitor: {layer_stats_every_steps: 5}", "no layers.parquet yet: the first statistics come with the first step"),
+        (
+            "monitor: {layer_stats_every_steps: 5}",
+            "no layers.parquet yet: the first statistics come with the first step",
+        ),
         ("][", "monitor    unknown policy"),
     ],
 )

@@ -126,6 +126,18 @@ def test_a_workers_mistake_is_the_users_error(fp8ctl, train_words, tmp_path) -> 
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
 
 
+def test_data_and_model_that_do_not_fit_are_refused_before_anything_is_made(fp8ctl, train_words, tmp_path) -> None:
+    for wrong, message in (
+        ("data.path=/nowhere", "error: no data set in /nowhere"),
+        ("model.shape.vocab_size=100", "the model's vocabulary has 100"),
+        ("batch.seq_len_tokens=4096", "error: rows of 4,096 tokens are longer than the model's 2,048 positions"),
+    ):
+        done = fp8ctl(*train_words(tmp_path / "run", wrong), code=2)
+        assert message in done.stderr
+        assert "hint: " in done.stderr
+        assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_starts_nothing_and_says_what_would_run(fp8ctl, train_words, tmp_path) -> None:
     done = fp8ctl(*train_words(tmp_path / "run", "precision=infir2", *EIGHT), "--dry-run")
     assert not (tmp_path / "run").exists()
