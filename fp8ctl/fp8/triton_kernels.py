@@ -26,9 +26,7 @@ _NUM_WARPS = 4
 _SIDE = tl.constexpr(TILE)
 
 
-def quantize_tile(
-    x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, pad_to: int = 1
-) -> Quantized:
+def quantize_tile(x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, pad_to: int = 1) -> Quantized:
     """`reference.quantize_tile` for a contiguous matrix, its dimensions padded to a multiple of pad_to."""
     return _tiles(x_MK, fmt, scale_kind, pad_to, rows=True, columns=False)[0]
 
@@ -213,7 +211,9 @@ def _quantize_tile(
         scale, scale_inv = _scales(tl.max(magnitude, axis=1), IS_POW2, LARGEST, MAX_EXPONENT)
         codes = _codes(x, scale[:, None], is_finite, IS_E4M3, LARGEST)
         _store(row_codes_ptr, codes, rows, columns, padded_rows, padded_columns, padded_columns, IS_EVEN)
-        tl.store(row_scale_inv_ptr + square_column.to(tl.int64) * padded_rows + rows, scale_inv, mask=rows < padded_rows)
+        tl.store(
+            row_scale_inv_ptr + square_column.to(tl.int64) * padded_rows + rows, scale_inv, mask=rows < padded_rows
+        )
     if COLUMNS:
         scale, scale_inv = _scales(tl.max(magnitude, axis=0), IS_POW2, LARGEST, MAX_EXPONENT)
         codes = tl.trans(_codes(x, scale[None, :], is_finite, IS_E4M3, LARGEST))

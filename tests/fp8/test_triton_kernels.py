@@ -70,7 +70,7 @@ def awkward(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     if rows > 100:
         x[3], x[4], x[5], x[6] = 0.0, torch.finfo(torch.float32).max, math.inf, 2.0**-149
         x[7] = torch.arange(columns) * 0.5 + 0.25  # ties of the rounding
-        x[8] = -2.0**-133
+        x[8] = -(2.0**-133)
         x[9], x[9, 0] = -0.0, 1e-30
         x[10:, :2] = 0.0
     return x.to(dtype)
