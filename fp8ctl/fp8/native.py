@@ -200,7 +200,7 @@ def self_check() -> str | None:
     for direction, a, b, a_wanted, b_wanted in cases:
         assert a is not None and b is not None
         wanted = reference.gemm_nt(a_wanted, b_wanted, torch.float32)
-        size = GemmSize(*wanted.shape, a_wanted.codes.shape[1])
+        size = GemmSize(wanted.shape[0], wanted.shape[1], a_wanted.codes.shape[1])
         got = NATIVE.gemm(direction, a, b, size, torch.bfloat16, None).cpu().float()
         error = ((got - wanted).norm() / wanted.norm()).item()
         if not error < 0.01:  # rounding the result to BF16 alone is 0.002
