@@ -176,8 +176,9 @@ class PrecisionConfig(Settings):
     """Precision of the output head (FP8 only when it is not tied to the embedding)."""
     rules: tuple[PrecisionRule, ...] = ()
     """Exceptions, in order; a rule that matches nothing is an error."""
-    backend: Literal["auto", "reference"] = "auto"
-    """What executes FP8 GEMMs. auto: the best that runs here, printed and stored with its reason."""
+    backend: Literal["auto", "reference", "native"] = "auto"
+    """What executes FP8 GEMMs. reference: emulated anywhere. native: tensor cores of a Hopper GPU. auto: the best that runs
+    here, printed and stored with its reason."""
     require_fp8: bool = False
     """Fail when less ran in FP8 than the plan says."""
 

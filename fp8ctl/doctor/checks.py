@@ -56,10 +56,28 @@ def recipes(findings: list[Finding]) -> list[dict[str, str]]:
         if broken
         else ("yes", "emulated: plain PyTorch, for numerics and tests, no speed claim")
     )
+    native_runs, native_why = ("no", why) if broken else _native()
     return [
         {"recipe": "bf16", "backend": "torch", "runs": "no" if "torch" in broken else "yes", "reason": "plain PyTorch"},
         {"recipe": "infir2 and its variants", "backend": "reference", "runs": runs, "reason": why},
+        {
+            "recipe": "infir2 and its variants with E4M3 gradients",
+            "backend": "native",
+            "runs": native_runs,
+            "reason": native_why,
+        },
     ]
+
+
+def _native() -> tuple[str, str]:
+    """Whether the three block-scaled GEMMs run here, by running them."""
+    import torch
+
+    from fp8ctl.config.schema import RecipeConfig
+    from fp8ctl.fp8.backend import native_obstacle
+
+    obstacle = native_obstacle(RecipeConfig(), "cuda")
+    return ("yes", f"ran right on {torch.cuda.get_device_name()}") if obstacle is None else ("no", obstacle)
 
 
 def to_json(findings: list[Finding]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class GemmCounter:
     """
 
     flops: dict[Direction, dict[Precision, int]] = field(default_factory=_zeros)
+    padding_flops: int = 0
+    """FLOPs spent beside those on rows and columns of zeros that a backend's GEMM asks for."""
 
     def add(self, direction: Direction, precision: Precision, *, m: int, n: int, k: int) -> None:
         """Counts one M x N x K GEMM: 2 M N K FLOPs."""
@@ -32,3 +34,4 @@ class GemmCounter:
     def reset(self) -> None:
         """Sets everything back to zero."""
         self.flops = _zeros()
+        self.padding_flops = 0

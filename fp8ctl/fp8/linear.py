@@ -4,9 +4,8 @@
     dgrad  dX_MK = dY_MN W_NK       dY by 1x128 tiles along N,       the same blocks of W, read transposed
     wgrad  dW_NK = dY_MN^T X_MK     dY^T and X^T by 1x128 tiles along the tokens M, each from its high-precision tensor
 
-No tensor is quantised twice over: wgrad does not start from fprop's codes. FP8 is emulated: operands make the round
-trip through FP8 (`emulate.py`, equal to the reference) and an ordinary GEMM multiplies them. With pow2 scales the
-values are exact in BF16, so a BF16 GEMM with FP32 accumulation gives what an FP8 GEMM with FP32 accumulation would.
+No tensor is quantised twice over: wgrad does not start from fprop's codes. What executes the FP8 GEMMs is a backend
+(`gemms.py`): `reference` emulates them anywhere, `native` runs them on tensor cores. Both see the same bits of operands.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from fp8ctl.config.schema import RecipeConfig
 from fp8ctl.fp8.counter import Direction, GemmCounter, Precision
 from fp8ctl.fp8.emulate import Along, quantize_dequantize
-from fp8ctl.fp8.formats import E4M3, FORMATS, Fp8Format, ScaleKind
+from fp8ctl.fp8.formats import E4M3, FORMATS, Fp8Format
+from fp8ctl.fp8.gemms import EMULATED, BackendName, Fp8Gemms, GemmSize, Operand, gemms_of
 from fp8ctl.fp8.stats import QuantStats, quant_stats
 
 StatsSink = Callable[[str, QuantStats], None]
@@ -31,15 +31,16 @@ class Fp8Linear(nn.Linear):
     """nn.Linear with a `precision`. Parameters, their names and the checkpoint are those of nn.Linear.
 
     `precision` may change between steps; forward captures it, so a backward pass always agrees with its own forward.
-    Shapes: x [..., K] -> [..., N], any leading dimensions. Weight and input share one dtype, BF16 or FP32; the output
-    has it too.
+    `backend` executes what is FP8. Shapes: x [..., K] -> [..., N], any leading dimensions. Weight and input share one
+    dtype, BF16 or FP32; the output has it too.
 
     `counter` counts each GEMM where it is executed. `stats_sink`, when set, is called with (role, QuantStats) for the
     roles `input`, `weight` (in forward) and `grad_output` (in backward), in BF16 too: there it tells what FP8 would do.
     Under activation checkpointing the roles of forward are reported at each recomputation.
 
-    `weight_is_frozen` promises that the weight won't change (inference): its quantised form is then kept after the
-    first use.
+    The weight is quantised anew for each GEMM, unless somebody vouches for it. `weight_is_frozen` promises that it won't
+    change (inference), `weight_is_kept` that whoever changes it calls `weight_changed`: its quantised form is then kept
+    after the first use. (DeepSpeed writes weights through flat buffers, which the tensor's version does not show.)
     """
 
     def __init__(
@@ -50,19 +51,24 @@ class Fp8Linear(nn.Linear):
         *,
         precision: Precision = "fp8",
         recipe: RecipeConfig | None = None,
+        backend: BackendName = "reference",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.precision: Precision = precision
         self.recipe = recipe or RecipeConfig()
+        self.backend: BackendName = backend
         self.counter = GemmCounter()
         self.stats_sink: StatsSink | None = None
         self.weight_is_frozen = False
-        self._frozen_weight: tuple[ScaleKind, Tensor] | None = None
+        self.weight_is_kept = False
+        self._quantized_weights: dict[tuple[object, ...], Operand] = {}
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, precision: Precision, recipe: RecipeConfig) -> Fp8Linear:
+    def from_linear(
+        cls, linear: nn.Linear, *, precision: Precision, recipe: RecipeConfig, backend: BackendName = "reference"
+    ) -> Fp8Linear:
         """The same layer with the very same parameter objects."""
         layer = cls(
             linear.in_features,
@@ -70,6 +76,7 @@ class Fp8Linear(nn.Linear):
             linear.bias is not None,
             precision=precision,
             recipe=recipe,
+            backend=backend,
             device="meta",
             dtype=linear.weight.dtype,
         )
@@ -82,91 +89,129 @@ class Fp8Linear(nn.Linear):
         assert not (self.weight_is_frozen and is_training), (
             "a frozen weight can't be trained: its FP8 form would go stale"
         )
-        y_MN = _Gemms.apply(input.reshape(-1, self.in_features), self.weight, self.bias, self)
+        # A matrix is handed on as it is: the native backend knows an input that it has just quantised by its identity
+        x_MK = input if input.dim() == 2 else input.reshape(-1, self.in_features)
+        y_MN = _Gemms.apply(x_MK, self.weight, self.bias, self, is_training)
         return y_MN.view(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """What nn.Linear prints, and the precision."""
         return f"{super().extra_repr()}, precision={self.precision}"
 
-    def quantized_weight(self) -> Tensor:
-        """The weight after its round trip through FP8, [N, K]; kept if the weight is frozen."""
-        scale_kind = self.recipe.scale
-        if self.weight_is_frozen and self._frozen_weight is not None and self._frozen_weight[0] == scale_kind:
-            return self._frozen_weight[1]
-        w_NK = quantize_dequantize(self.weight.detach(), "block", E4M3, scale_kind)
-        self._frozen_weight = (scale_kind, w_NK) if self.weight_is_frozen else None
-        return w_NK
+    def quantized_weight(self, *, transposed: bool = False) -> Operand:
+        """The weight as fprop multiplies it, or as dgrad does (`transposed`); kept if somebody vouches for the weight."""
+        return self._quantized_weight(self.weight, self.backend, self.recipe, transposed)
+
+    def weight_changed(self) -> None:
+        """Forgets the quantised weight."""
+        self._quantized_weights.clear()
+
+    def _quantized_weight(self, w_NK: Tensor, backend: BackendName, recipe: RecipeConfig, transposed: bool) -> Operand:
+        if not (self.weight_is_frozen or self.weight_is_kept):
+            self._quantized_weights.clear()
+            return gemms_of(backend).quantize_weight(w_NK.detach(), recipe.scale, transposed=transposed)
+        # The last two catch what PyTorch itself can see, should the promise be broken
+        version = None if w_NK.is_inference() else w_NK._version
+        key = (backend, recipe.scale, transposed, version, w_NK.data_ptr())
+        if key not in self._quantized_weights:
+            for old in [k for k in self._quantized_weights if k[2] == transposed]:
+                del self._quantized_weights[old]
+            self._quantized_weights[key] = gemms_of(backend).quantize_weight(
+                w_NK.detach(), recipe.scale, transposed=transposed
+            )
+        return self._quantized_weights[key]
 
 
 class _Gemms(torch.autograd.Function):
     """fprop in forward, dgrad and wgrad in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, layer: Fp8Linear) -> Tensor:
+    def forward(
+        ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, layer: Fp8Linear, is_training: bool
+    ) -> Tensor:
+        ctx.layer, ctx.precision, ctx.recipe, ctx.backend = layer, layer.precision, layer.recipe, layer.backend
+        ctx.x_dtype = x_MK.dtype
+        size = GemmSize(x_MK.shape[0], w_NK.shape[0], x_MK.shape[1])
+        kept: Operand = (x_MK,) if is_training else ()
+        a: Operand | None = (x_MK,)
+        b: Operand = (w_NK,)
+        gemms: Fp8Gemms = EMULATED
+        if layer.precision == "fp8":
+            gemms, scale = gemms_of(layer.backend), layer.recipe.scale
+            keeps_columns = is_training and gemms.keeps_quantized_input and layer.recipe.wgrad == "fp8"
+            a, x_columns = gemms.quantize(x_MK, E4M3, scale, rows=True, columns=keeps_columns)
+            b = layer._quantized_weight(w_NK, layer.backend, layer.recipe, transposed=False)
+            kept = x_columns if x_columns is not None else kept
+        y_MN = _gemm(layer, gemms, "fprop", layer.precision, a, b, size, x_MK.dtype, bias_N)
         # The parameter itself is saved, never a copy: under ZeRO-3 its data is freed after forward and gathered again
         # in place for backward, and only the parameter sees that
-        ctx.save_for_backward(x_MK, w_NK)
-        ctx.layer, ctx.precision, ctx.recipe = layer, layer.precision, layer.recipe
-        a_MK, b_NK = x_MK, w_NK
-        if layer.precision == "fp8":
-            a_MK, b_NK = quantize_dequantize(x_MK, "rows", E4M3, layer.recipe.scale), layer.quantized_weight()
-        _report(layer, "input", x_MK, a_MK, "rows", E4M3)
-        _report(layer, "weight", w_NK, b_NK, "block", E4M3)
-        return _gemm(layer.counter, "fprop", layer.precision, a_MK, b_NK.t(), x_MK.dtype, bias_N)
+        ctx.save_for_backward(w_NK, *kept)
+        _report(layer, "input", x_MK, "rows", E4M3, gemms.values(a))
+        _report(layer, "weight", w_NK, "block", E4M3, gemms.values(b))
+        return y_MN
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x_MK, w_NK = ctx.saved_tensors
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        w_NK, *kept = ctx.saved_tensors
         layer, recipe = ctx.layer, ctx.recipe
         grad_format = FORMATS[recipe.grad_format]
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        (m, n), k = dy_MN.shape, w_NK.shape[1]
+        wgrad: Precision = "fp8" if ctx.precision == "fp8" and recipe.wgrad == "fp8" else "bf16"
+        gemms = gemms_of(ctx.backend) if ctx.precision == "fp8" else EMULATED
+        dy_rows: Operand | None = (dy_MN,)
+        dy_columns: Operand | None = (dy_MN.t(),)
+        if ctx.precision == "fp8":
+            dy_rows, quantized_columns = gemms.quantize(
+                dy_MN, grad_format, recipe.scale, rows=needs_dx, columns=needs_dw and wgrad == "fp8"
+            )
+            dy_columns = quantized_columns or dy_columns
         dx_MK = dw_NK = db_N = None
-        a_MN = dy_MN
         if needs_dx:
-            b_NK = w_NK
+            b: Operand = (w_NK.t(),)
             if ctx.precision == "fp8":
-                a_MN = quantize_dequantize(dy_MN, "rows", grad_format, recipe.scale)
-                b_NK = quantize_dequantize(w_NK, "block", E4M3, recipe.scale)
-            dx_MK = _gemm(layer.counter, "dgrad", ctx.precision, a_MN, b_NK, x_MK.dtype)
-        _report(layer, "grad_output", dy_MN, a_MN, "rows", grad_format)
+                b = layer._quantized_weight(w_NK, ctx.backend, recipe, transposed=True)
+            dx_MK = _gemm(layer, gemms, "dgrad", ctx.precision, dy_rows, b, GemmSize(m, k, n), ctx.x_dtype)
+        _report(layer, "grad_output", dy_MN, "rows", grad_format, gemms.values(dy_rows))
         if needs_dw:
-            precision: Precision = "fp8" if ctx.precision == "fp8" and recipe.wgrad == "fp8" else "bf16"
-            a_MN, b_MK = dy_MN, x_MK
-            if precision == "fp8":
-                a_MN = quantize_dequantize(dy_MN, "columns", grad_format, recipe.scale)
-                b_MK = quantize_dequantize(x_MK, "columns", E4M3, recipe.scale)
-            dw_NK = _gemm(layer.counter, "wgrad", precision, a_MN.t(), b_MK, w_NK.dtype)
+            x_columns: Operand | None = tuple(kept)
+            if wgrad == "bf16":
+                gemms, x_columns = EMULATED, (kept[0].t(),)
+            elif not gemms.keeps_quantized_input:
+                _, x_columns = gemms.quantize(kept[0], E4M3, recipe.scale, rows=False, columns=True)
+            dw_NK = _gemm(layer, gemms, "wgrad", wgrad, dy_columns, x_columns, GemmSize(n, k, m), w_NK.dtype)
         if needs_db:
             db_N = dy_MN.sum(0)
-        return dx_MK, dw_NK, db_N, None
+        return dx_MK, dw_NK, db_N, None, None
 
 
 def _gemm(
-    counter: GemmCounter,
+    layer: Fp8Linear,
+    gemms: Fp8Gemms,
     direction: Direction,
     precision: Precision,
-    a_MK: Tensor,
-    b_KN: Tensor,
+    a: Operand | None,
+    b: Operand | None,
+    size: GemmSize,
     out_dtype: torch.dtype,
     bias_N: Tensor | None = None,
 ) -> Tensor:
-    """The one place where a GEMM of a linear layer is executed and counted; accumulates in FP32, rounds once."""
-    if bias_N is None:
-        d_MN = torch.mm(a_MK, b_KN)
-    else:
-        # FP32 scales give FP32 operands beside a BF16 bias
-        d_MN = torch.addmm(bias_N.to(a_MK.dtype), a_MK, b_KN)
-    counter.add(direction, precision, m=a_MK.shape[0], n=b_KN.shape[1], k=a_MK.shape[1])
-    return d_MN.to(out_dtype)
+    """The one place where a GEMM of a linear layer is executed and counted."""
+    assert a is not None and b is not None
+    d_MN = gemms.gemm(direction, a, b, size, out_dtype, bias_N)
+    layer.counter.add(direction, precision, m=size.m, n=size.n, k=size.k)
+    layer.counter.padding_flops += gemms.padding_flops(size)
+    return d_MN
 
 
-def _report(layer: Fp8Linear, role: str, x_RC: Tensor, values_RC: Tensor, along: Along, fmt: Fp8Format) -> None:
-    """Hands statistics to the sink, if there is one. `values` is x itself where the GEMM takes it unrounded."""
+def _report(layer: Fp8Linear, role: str, x_RC: Tensor, along: Along, fmt: Fp8Format, values_RC: Tensor | None) -> None:
+    """Hands statistics to the sink, if there is one. `values` is x itself where the GEMM takes it unrounded, and None
+    where the backend has no tensor of them.
+    """
     if layer.stats_sink is None:
         return
     scale_kind = layer.recipe.scale
-    if values_RC is x_RC:
+    if values_RC is None or values_RC is x_RC:
         values_RC = quantize_dequantize(x_RC, along, fmt, scale_kind)
     layer.stats_sink(role, quant_stats(x_RC, values_RC, along, fmt, scale_kind))

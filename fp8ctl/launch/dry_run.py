@@ -36,7 +36,10 @@ def describe_run(config: TrainConfig) -> RenderableType:
     )
     with torch.device("meta"):
         plan = make_plan(Transformer(shape), config.precision)
-    backend = choose_backend(config.precision.backend)
+    on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
+    backend = choose_backend(
+        config.precision.backend, recipe=config.precision.recipe, device_type="cuda" if on_gpu else "cpu"
+    )
     batch, accum = config.batch, grad_accum_steps(config.batch, config.launch.num_ranks)
 
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -12,12 +12,18 @@ from torch import Tensor, nn
 from fp8ctl.config.schema import PrecisionConfig
 from fp8ctl.errors import PrecisionError
 from fp8ctl.fp8.counter import PRECISIONS, GemmCounter, Precision
+from fp8ctl.fp8.gemms import BackendName
 from fp8ctl.fp8.linear import Fp8Linear
 from fp8ctl.precision.plan import PrecisionPlan, is_tied_head, nearest
 
 
 def apply_plan(
-    model: nn.Module, plan: PrecisionPlan, config: PrecisionConfig, *, weights_are_frozen: bool = False
+    model: nn.Module,
+    plan: PrecisionPlan,
+    config: PrecisionConfig,
+    *,
+    backend: BackendName = "reference",
+    weights_are_frozen: bool = False,
 ) -> None:
     """Makes every linear an Fp8Linear with the plan's precision, in place; BF16 ones too, so that they count and can
     change.
@@ -26,6 +32,7 @@ def apply_plan(
     only sets precisions and recipe. The recipe is the plan's; `config` must be the one it was made from.
 
     Args:
+        backend: what executes the FP8 GEMMs, from `choose_backend`.
         weights_are_frozen: for inference: quantised weights are kept after their first use.
 
     Raises:
@@ -41,10 +48,12 @@ def apply_plan(
         elif isinstance(module, Fp8Linear):
             if fqn in planned:
                 module.precision, module.recipe = planned[fqn].precision, plan.recipe
-                module.weight_is_frozen = weights_are_frozen
+                module.backend, module.weight_is_frozen = backend, weights_are_frozen
         elif isinstance(module, nn.Linear):
             if module not in replaced:
-                replaced[module] = Fp8Linear.from_linear(module, precision=planned[fqn].precision, recipe=plan.recipe)
+                replaced[module] = Fp8Linear.from_linear(
+                    module, precision=planned[fqn].precision, recipe=plan.recipe, backend=backend
+                )
                 replaced[module].weight_is_frozen = weights_are_frozen
             parent, _, name = fqn.rpartition(".")
             setattr(model.get_submodule(parent), name, replaced[module])
@@ -67,6 +76,20 @@ def set_precision(model: nn.Module, fqn: str, precision: Precision) -> None:
     if precision not in PRECISIONS:
         raise PrecisionError(f"no precision {precision!r}", f"use {' or '.join(PRECISIONS)}")
     layers[fqn].precision = precision
+
+
+def keep_quantized_weights(model: nn.Module) -> None:
+    """Lets every linear reuse its quantised weight until `weights_changed`, which the caller promises to call after each
+    change. For weights that lie whole on the device and serve several micro-steps.
+    """
+    for layer in fp8_linears(model).values():
+        layer.weight_is_kept = True
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Makes every linear quantise its weight anew."""
+    for layer in fp8_linears(model).values():
+        layer.weight_changed()
 
 
 def _check_fits(model: nn.Module, plan: PrecisionPlan, config: PrecisionConfig) -> None:

@@ -21,6 +21,7 @@ from fp8ctl.engine.engine import Engine
 from fp8ctl.monitor.layer_stats import LayerStats
 from fp8ctl.monitor.monitor import StabilityMonitor
 from fp8ctl.monitor.policy import Decision
+from fp8ctl.precision.apply import weights_changed
 from fp8ctl.precision.coverage import flops_by_precision
 from fp8ctl.track.record import StepStats
 from fp8ctl.train.schedule import learning_rate
@@ -128,6 +129,7 @@ def train_step(
             engine.apply_step(lr)
         else:
             engine.drop_step()
+        weights_changed(parts.model)
     parts.layer_stats.end_step()
 
     seconds = timer.read()

@@ -66,9 +66,9 @@ def build_model(config: TrainConfig, device: torch.device) -> PlannedModel:
     else:
         model = Transformer(shape).to(device=device, dtype=dtype)
     model.activation_checkpointing = config.engine.activation_checkpointing
-    backend = choose_backend(config.precision.backend)
+    backend = choose_backend(config.precision.backend, recipe=config.precision.recipe, device_type=device.type)
     plan = make_plan(model, config.precision)
-    apply_plan(model, plan, config.precision)
+    apply_plan(model, plan, config.precision, backend=backend.name)
     return PlannedModel(model, shape, plan, backend)
 
 

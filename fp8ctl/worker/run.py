@@ -17,7 +17,7 @@ from fp8ctl.monitor.layer_stats import LayerStats
 from fp8ctl.monitor.monitor import StabilityMonitor
 from fp8ctl.monitor.policy import Decision
 from fp8ctl.paths import RunPaths
-from fp8ctl.precision.apply import fp8_linears
+from fp8ctl.precision.apply import fp8_linears, keep_quantized_weights, weights_changed
 from fp8ctl.precision.coverage import check_required, coverage, load_counters, save_counters
 from fp8ctl.track.record import State, StepStats, log_event, write_json
 from fp8ctl.track.sinks import Tracker
@@ -68,6 +68,9 @@ class Rank:
         self.planned = build_model(config, self.dist.device)
         self.loader, self.validation = build_data(config, self.planned.shape, self.dist)
         self.engine = Engine(self.planned.model, config, self.dist)
+        # Stage 3 holds no whole weight between uses, and the emulation would keep the size of the weight itself
+        if self.planned.backend.name == "native" and self.engine.zero_stage < 3 and self.engine.grad_accum_steps > 1:
+            keep_quantized_weights(self.planned.model)
         self.monitor = StabilityMonitor(config.monitor)
         self.layer_stats = LayerStats(
             list(fp8_linears(self.planned.model).items()),
@@ -128,6 +131,7 @@ class Rank:
         """Puts everything into the state of `checkpoint`; the next step is the one that would have followed it."""
         shape = self.planned.shape.model_dump(mode="json")
         client_state, rank_state = load_checkpoint(self.engine, checkpoint, shape=shape)
+        weights_changed(self.planned.model)
         self.loader.load_state_dict(client_state["loader"])
         self.monitor.load_state_dict(client_state["monitor"])
         restore_random_state(rank_state["random"])

@@ -5,7 +5,9 @@ import importlib.metadata
 
 import pytest
 
+from fp8ctl.config.schema import RecipeConfig
 from fp8ctl.doctor import checks
+from fp8ctl.fp8.backend import native_obstacle
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,11 @@ def test_antlr_of_another_version_is_named(monkeypatch) -> None:
 
 
 def test_recipes_follow_the_findings(findings) -> None:
-    assert [r["runs"] for r in checks.recipes(list(findings.values()))] == ["yes", "yes"]
+    assert [r["runs"] for r in checks.recipes(list(findings.values()))] == [
+        "yes",
+        "yes",
+        "yes" if native_obstacle(RecipeConfig(), "cuda") is None else "no",
+    ]
     broken = checks.Finding("torch", "broken", "no")
-    assert [r["runs"] for r in checks.recipes([broken])] == ["no", "no"]
+    assert [r["runs"] for r in checks.recipes([broken])] == ["no", "no", "no"]
     assert checks.to_json([broken])["ok"] is False

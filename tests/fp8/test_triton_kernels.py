@@ -1,0 +1,131 @@
+"""The Triton quantisers equal the specification bit for bit: on a GPU, or on a CPU under TRITON_INTERPRET=1.
+
+Triton's interpreter rounds FP8 casts in its own way and loses subnormal BF16, so there PyTorch's casts take its place;
+everything else is the kernel's own. On a GPU nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+
+import pytest
+import torch
+
+from fp8ctl.fp8 import reference
+from fp8ctl.fp8.formats import FORMATS, Fp8Format
+
+ON_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if ON_GPU and not INTERPRETED else "cpu"
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs an NVIDIA GPU, or TRITON_INTERPRET=1"),
+]
+SHAPES = [(128, 128), (256, 128), (130, 200), (1, 1), (16, 300), (127, 129)]
+if DEVICE == "cuda":
+    SHAPES += [(1000, 576), (4096, 1536), (17, 192), (1, 8960)]
+CASES = [
+    (fmt, kind, dtype)
+    for fmt in FORMATS.values()
+    for kind in ("pow2", "fp32")
+    for dtype in (torch.bfloat16, torch.float32)
+]
+
+
+def case_name(value: object) -> str:
+    return value.name if isinstance(value, Fp8Format) else str(value).removeprefix("torch.")
+
+
+@pytest.fixture(autouse=True)
+def exact_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def cast(data: object, source: object, target: object, rounding: object) -> object:
+        dtype = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}.get(str(target))
+        if dtype is not None:
+            return torch.from_numpy(data).to(dtype).view(torch.uint8).numpy()  # type: ignore[arg-type]
+        if (str(source), str(target)) == ("bf16", "fp32"):
+            return (data.astype("uint32") << 16).view("float32")  # type: ignore[attr-defined]
+        return convert(data, source, target, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", cast)
+
+
+def awkward(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """All magnitudes from subnormal to the largest, exact ties, zeros of both signs, inf, NaN, whole tiles of each."""
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    exponents = torch.randint(-150, 128, (rows, 1), generator=generator)
+    exponents = exponents + torch.randint(-20, 21, (rows, columns), generator=generator)
+    x = torch.ldexp(torch.randn(rows, columns, generator=generator).double(), exponents).clamp(-3.4e38, 3.4e38).float()
+    x[torch.rand(x.shape, generator=generator) < 0.1] = 0.0
+    x[torch.rand(x.shape, generator=generator) < 0.1] *= -0.0
+    for value in (math.inf, -math.inf, math.nan, -math.nan):
+        x[torch.rand(x.shape, generator=generator) < 5e-4] = value
+    if rows > 100:
+        x[3], x[4], x[5], x[6] = 0.0, torch.finfo(torch.float32).max, math.inf, 2.0**-149
+        x[7] = torch.arange(columns) * 0.5 + 0.25  # ties of the rounding
+        x[8] = -(2.0**-133)
+        x[9], x[9, 0] = -0.0, 1e-30
+        x[10:, :2] = 0.0
+    return x.to(dtype)
+
+
+def assert_same(got: reference.Quantized, wanted: reference.Quantized) -> None:
+    assert got.codes.shape == wanted.codes.shape and got.scale_inv.shape == wanted.scale_inv.shape
+    assert torch.equal(got.scale_inv.cpu().view(torch.int32), wanted.scale_inv.contiguous().view(torch.int32))
+    assert torch.equal(got.codes.cpu().view(torch.uint8), wanted.codes.contiguous().view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fmt", "kind", "dtype"), CASES, ids=case_name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_quantisers_equal_the_reference(fmt: Fp8Format, kind: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    from fp8ctl.fp8 import triton_kernels as kernels
+
+    x = awkward(*shape, dtype)
+    on_device = x.to(DEVICE)
+    by_tile, by_block = reference.quantize_tile(x, fmt, kind), reference.quantize_block(x, fmt, kind)  # type: ignore[arg-type]
+    across = reference.quantize_tile(x.t(), fmt, kind)  # type: ignore[arg-type]
+
+    assert_same(kernels.quantize_tile(on_device, fmt, kind), by_tile)  # type: ignore[arg-type]
+    assert_same(kernels.quantize_block(on_device, fmt, kind), by_block)  # type: ignore[arg-type]
+    both = kernels.quantize_tile_both(on_device, fmt, kind)  # type: ignore[arg-type]
+    assert_same(both[0], by_tile)
+    assert_same(both[1], across)
+    assert_same(kernels.quantize_tile_transposed(on_device, fmt, kind), across)  # type: ignore[arg-type]
+    transposed = kernels.quantize_block(on_device, fmt, kind, transposed=True)  # type: ignore[arg-type]
+    assert_same(transposed, by_block.t())
+    assert both[0].codes.is_contiguous() and both[1].codes.is_contiguous() and transposed.codes.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(130, 200), (1, 128)], ids=str)
+def test_padding_is_zero_with_scale_one(shape: tuple[int, int]) -> None:
+    from fp8ctl.fp8 import triton_kernels as kernels
+
+    x = awkward(*shape, torch.bfloat16)
+    rows, columns = (-(-size // 16) * 16 for size in shape)
+    padded = torch.zeros(rows, columns, dtype=torch.bfloat16)
+    padded[: shape[0], : shape[1]] = x
+    both = kernels.quantize_tile_both(x.to(DEVICE), pad_to=16)
+    assert_same(both[0], reference.quantize_tile(padded))
+    assert_same(both[1], reference.quantize_tile(padded.t()))
+    assert_same(kernels.quantize_block(x.to(DEVICE), pad_to=16), reference.quantize_block(padded))
+
+
+@pytest.mark.gpu
+def test_what_the_kernels_refuse_and_what_is_empty() -> None:
+    from fp8ctl.fp8 import triton_kernels as kernels
+
+    with pytest.raises(ValueError, match="expected a contiguous matrix"):
+        kernels.quantize_tile(torch.zeros(4, 8, device=DEVICE).t())
+    with pytest.raises(ValueError, match="expected a matrix of float32"):
+        kernels.quantize_block(torch.zeros(4, device=DEVICE))
+    empty = kernels.quantize_tile_both(torch.zeros(0, 576, device=DEVICE))
+    assert empty[0].codes.shape == (0, 576) and empty[1].codes.shape == (576, 0)
