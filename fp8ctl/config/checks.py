@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8ctl.config.problems import Problem, raise_problems
-from fp8ctl.config.schema import DataPrepConfig, ModelShape, TrainConfig
+from fp8ctl.config.schema import DataPrepConfig, ModelShape, PrecisionConfig, TrainConfig
 
 
 def check_train(config: TrainConfig) -> None:
@@ -28,6 +28,14 @@ def check_train(config: TrainConfig) -> None:
                 "optim.min_lr",
                 f"{config.optim.min_lr} is above optim.peak_lr = {config.optim.peak_lr}",
                 "set optim.min_lr at or below optim.peak_lr",
+            )
+        )
+    if config.engine.compile == "blocks" and config.engine.zero_stage == 3:
+        problems.append(
+            Problem(
+                "engine.compile",
+                "blocks can't be compiled whole at zero_stage 3, which gathers weights between their layers",
+                "set engine.compile=kernels, or engine.zero_stage=2 or less",
             )
         )
     raise_problems(problems)
@@ -85,20 +93,48 @@ def _schedule(config: TrainConfig) -> list[Problem]:
     return problems
 
 
+def check_precision(precision: PrecisionConfig) -> list[Problem]:
+    """What recipes and backends can't do whatever the machine."""
+    recipe, problems = precision.recipe, []
+    if recipe.granularity in ("tensor_delayed", "mxfp8") and precision.backend != "te":
+        problems.append(
+            Problem(
+                "precision.recipe.granularity",
+                f"{recipe.granularity} exists on transformer-engine only",
+                "set precision.backend=te, or precision.recipe.granularity=tensor or block",
+            )
+        )
+    if recipe.wgrad == "x_block" and recipe.granularity != "block":
+        problems.append(
+            Problem(
+                "precision.recipe.wgrad",
+                f"x_block is a switch of granularity block, this is {recipe.granularity}",
+                "set precision.recipe.wgrad=fp8",
+            )
+        )
+    if precision.backend == "te" and (recipe.granularity == "row" or recipe.wgrad == "x_block"):
+        what = "granularity row" if recipe.granularity == "row" else "wgrad x_block"
+        problems.append(
+            Problem("precision.backend", f"transformer-engine has no {what}", "set precision.backend=native or reference")
+        )
+    return problems
+
+
 def _precision(config: TrainConfig) -> list[Problem]:
     precision = config.precision
+    problems = check_precision(precision)
     wants_fp8 = (
         precision.default == "fp8" or precision.head == "fp8" or any(r.precision == "fp8" for r in precision.rules)
     )
     if precision.require_fp8 and not wants_fp8:
-        return [
+        problems.append(
             Problem(
                 "precision.require_fp8",
                 "FP8 is required but the plan holds none",
                 "choose precision=infir2, or drop --require-fp8",
             )
-        ]
-    return []
+        )
+    return problems
 
 
 def check_data_prep(config: DataPrepConfig) -> None:

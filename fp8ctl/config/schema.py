@@ -140,18 +140,21 @@ class DataConfig(Settings):
 
 
 class RecipeConfig(Settings):
-    """Number formats of the three GEMMs of one linear layer: activations and output gradients are scaled by 1x128 tile,
-    weights by 128x128 block.
-    """
+    """Number formats of the three GEMMs of one linear layer."""
 
     name: str = "infir2"
     """Name shown in plans and reports."""
+    granularity: Literal["block", "row", "tensor", "tensor_delayed", "mxfp8"] = "block"
+    """What shares a scale. block: activations and output gradients by 1x128 tile, weights by 128x128 block. row: each row along the
+    contraction. tensor: the whole matrix, from its own amax. tensor_delayed (the amax of past steps) and mxfp8 (1x32, Blackwell)
+    exist on backend te only."""
     scale: Literal["pow2", "fp32"] = "pow2"
     """pow2: scales rounded to a power of two. fp32: exact amax/448."""
     grad_format: Literal["e4m3", "e5m2"] = "e4m3"
     """Format of output gradients."""
-    wgrad: Literal["fp8", "bf16"] = "fp8"
-    """Precision of the weight-gradient GEMM."""
+    wgrad: Literal["fp8", "bf16", "x_block"] = "fp8"
+    """The weight-gradient GEMM. x_block (granularity block only): FP8 with the input by 128x128 block instead of tile, faster and
+    coarser."""
 
 
 class PrecisionRule(Settings):
@@ -176,9 +179,12 @@ class PrecisionConfig(Settings):
     """Precision of the output head (FP8 only when it is not tied to the embedding)."""
     rules: tuple[PrecisionRule, ...] = ()
     """Exceptions, in order; a rule that matches nothing is an error."""
-    backend: Literal["auto", "reference", "native"] = "auto"
-    """What executes FP8 GEMMs. reference: emulated anywhere. native: tensor cores of a Hopper GPU. auto: the best that runs
-    here, printed and stored with its reason."""
+    backend: Literal["auto", "reference", "native", "te"] = "auto"
+    """What executes FP8 GEMMs. reference: emulated anywhere. native: Triton quantisers and FP8 tensor cores. te:
+    transformer-engine's modules. auto: the best that runs here, printed and stored with its reason."""
+    gemm: Literal["auto", "cublas", "triton"] = "auto"
+    """What multiplies on backend native. auto: cuBLAS where it scales by block (Hopper, CUDA 12.9), else Triton; printed and stored
+    with its reason."""
     require_fp8: bool = False
     """Fail when less ran in FP8 than the plan says."""
 
@@ -238,6 +244,12 @@ class EngineConfig(Settings):
     """auto: the GPU where there is one."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of storing its activations."""
+    attention: Literal["auto", "cudnn", "flash", "any"] = "auto"
+    """Attention on a GPU. auto: the fastest measured for it, tried out at start. cudnn, flash: that one or an error. any: whatever
+    PyTorch picks, slow paths included. A CPU has one way only."""
+    compile: Literal["off", "kernels", "blocks"] = "kernels"
+    """torch.compile on a GPU. kernels: norm, rotary embedding and SwiGLU are fused. blocks: whole transformer blocks are compiled (not at
+    zero_stage 3). off: plain PyTorch. A CPU runs plain PyTorch always."""
 
 
 class LaunchConfig(Settings):
