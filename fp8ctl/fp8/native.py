@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8ctl.fp8 import triton_kernels as kernels
+from fp8ctl.fp8 import kernels
 from fp8ctl.fp8.counter import Direction
 from fp8ctl.fp8.formats import E4M3, Fp8Format, ScaleKind
 from fp8ctl.fp8.gemms import GemmSize, Operand

@@ -86,7 +86,7 @@ def assert_same(got: reference.Quantized, wanted: reference.Quantized) -> None:
 @pytest.mark.parametrize(("fmt", "kind", "dtype"), CASES, ids=case_name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_quantisers_equal_the_reference(fmt: Fp8Format, kind: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    from fp8ctl.fp8 import triton_kernels as kernels
+    from fp8ctl.fp8 import kernels
 
     x = awkward(*shape, dtype)
     on_device = x.to(DEVICE)
@@ -107,7 +107,7 @@ def test_quantisers_equal_the_reference(fmt: Fp8Format, kind: str, dtype: torch.
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(130, 200), (1, 128)], ids=str)
 def test_padding_is_zero_with_scale_one(shape: tuple[int, int]) -> None:
-    from fp8ctl.fp8 import triton_kernels as kernels
+    from fp8ctl.fp8 import kernels
 
     x = awkward(*shape, torch.bfloat16)
     rows, columns = (-(-size // 16) * 16 for size in shape)
@@ -121,7 +121,7 @@ def test_padding_is_zero_with_scale_one(shape: tuple[int, int]) -> None:
 
 @pytest.mark.gpu
 def test_what_the_kernels_refuse_and_what_is_empty() -> None:
-    from fp8ctl.fp8 import triton_kernels as kernels
+    from fp8ctl.fp8 import kernels
 
     with pytest.raises(ValueError, match="expected a contiguous matrix"):
         kernels.quantize_tile(torch.zeros(4, 8, device=DEVICE).t())
