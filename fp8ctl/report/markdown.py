@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -11,6 +10,7 @@ from fp8ctl.paths import templates_dir
 from fp8ctl.report.braille import draw
 from fp8ctl.report.content import sections
 from fp8ctl.report.document import Chart, Table
+from fp8ctl.track.markdown import escape
 
 PLOT_WIDTH = 90
 """Characters; what code hosts show without scrolling."""
@@ -40,11 +40,6 @@ def table(block: Table) -> str:
         *([escape(cell.text) for cell in row] for row in block.rows),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def escape(text: str) -> str:
-    """Keeps text from being read as markup; code spans stay."""
-    return re.sub(r"([|*_<>\[\]])", r"\\\1", text.replace("\\", "\\\\")).replace("\n", " ")
 
 
 def _plot(chart: Chart) -> str:

@@ -16,7 +16,7 @@ import fp8ctl
 from fp8ctl.track.redact import redact, redact_argv
 
 PACKAGES = (
-    "torch", "deepspeed", "triton", "transformer-engine", "transformers", "tokenizers", "safetensors", "gguf", "numpy",
+    "torch", "deepspeed", "triton", "transformer-engine", "torchao", "transformers", "tokenizers", "safetensors", "gguf", "numpy",
     "pyarrow", "hydra-core", "omegaconf", "pydantic", "mlflow", "reasoning-gym", "vllm", "nvidia-cublas",
     "nvidia-cudnn-cu13", "nvidia-nccl-cu13",
 )  # fmt: skip
