@@ -67,6 +67,11 @@ class Engine:
 
         for p in model.parameters():
             p.data = p.data.to(self.dtype)
+        for module in model.modules():
+            if getattr(module, "runs_linears_together", False):
+                # Stage 3 gathers weights before a module's forward; such a module uses those of its children outside
+                # theirs. (At other stages the mark means nothing.)
+                deepspeed.utils.set_z3_leaf_module(module, True)
         settings = deepspeed_config(config, dist.world_size, sum(p.numel() for p in model.parameters()))
 
         def build_optimizer(_parameters: Any) -> VetoableAdamW:

@@ -123,7 +123,8 @@ def prepare(config: EvalConfig) -> Job:
     shape = read_shape(target.weights)
     with torch.device("meta"):
         plan = make_plan(Transformer(shape), config.precision)
-    backend = choose_backend(config.precision.backend, recipe=config.precision.recipe, device_type=device.type)
+    precision = config.precision
+    backend = choose_backend(precision.backend, recipe=precision.recipe, device_type=device.type, gemm=precision.gemm)
 
     prompter = Prompter(target.weights, config.chat_template or training_data.chat_template)
     system = SYSTEM_PROMPT if suite.system_prompt is None else suite.system_prompt
@@ -171,7 +172,7 @@ def choose_device(asked: str) -> torch.device:
 def load_model(job: Job) -> Transformer:
     """The model with its weights, its linears in the planned precision and counted."""
     model = load_hf(job.target.weights, dtype=_DTYPES[job.config.dtype], device=job.device).eval()
-    apply_plan(model, job.plan, job.config.precision, backend=job.backend.name, weights_are_frozen=True)
+    apply_plan(model, job.plan, job.config.precision, backend=job.backend, weights_are_frozen=True)
     return model
 
 

@@ -50,7 +50,12 @@ class Call(Protocol):
         ...
 
     def backward(
-        self, dys: Sequence[Tensor], x_MK: Tensor | None, kept: Sequence[Tensor], parameters: Parameters, needs: Sequence[bool]
+        self,
+        dys: Sequence[Tensor],
+        x_MK: Tensor | None,
+        kept: Sequence[Tensor],
+        parameters: Parameters,
+        needs: Sequence[bool],
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients of x and of the parameters; `needs` says which are asked for."""
         ...

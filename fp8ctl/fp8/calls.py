@@ -74,9 +74,7 @@ class LinearCall:
     def forward(self, x_MK: Tensor, parameters: Parameters) -> tuple[list[Tensor], list[Tensor]]:
         """(Y of each part, what backward needs besides parameters and X)."""
         weights, biases = self._split(parameters)
-        a, x_columns = self.gemms.input(
-            x_MK, self.recipe, rows=True, columns=self.is_training and not self.keeps_input
-        )
+        a, x_columns = self.gemms.input(x_MK, self.recipe, rows=True, columns=self.is_training and not self.keeps_input)
         assert a is not None
         operands = self.weights(weights, transposed=False)
         ys = self.fprop(a, operands, biases, x_MK)
@@ -87,7 +85,12 @@ class LinearCall:
         return ys, list(x_columns or ())
 
     def backward(
-        self, dys: Sequence[Tensor], x_MK: Tensor | None, kept: Sequence[Tensor], parameters: Parameters, needs: Sequence[bool]
+        self,
+        dys: Sequence[Tensor],
+        x_MK: Tensor | None,
+        kept: Sequence[Tensor],
+        parameters: Parameters,
+        needs: Sequence[bool],
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """(dX, gradients of the parameters) from dY of each linear, or of each part; needs: of X, then of the parameters."""
         weights, biases = self._split(parameters)
@@ -135,7 +138,9 @@ class LinearCall:
             dys, self.recipe, rows=rows, columns=columns and in_fp8, join=self.join
         )
         if columns and not in_fp8:
-            _, along_columns = PLAIN.gradients(self._of_each_layer(dys), self.recipe, rows=False, columns=True, join=False)
+            _, along_columns = PLAIN.gradients(
+                self._of_each_layer(dys), self.recipe, rows=False, columns=True, join=False
+            )
         return along_rows, along_columns
 
     # ------------------------------------------------------------ GEMMs
@@ -228,5 +233,7 @@ def _join_biases(biases: Parameters, part: Sequence[Fp8Linear], dtype: torch.dty
     if len(biases) == 1:
         return biases[0]
     weight = part[0].weight
-    whole = [weight.new_zeros(n.out_features, dtype=dtype) if b is None else b for b, n in zip(biases, part, strict=True)]
+    whole = [
+        weight.new_zeros(n.out_features, dtype=dtype) if b is None else b for b, n in zip(biases, part, strict=True)
+    ]
     return torch.cat(whole)

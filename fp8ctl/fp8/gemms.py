@@ -62,7 +62,9 @@ class Gemms(Protocol):
         """dY [M, Ni] of each linear as dgrad reads it and dY^T as wgrad does; one operand for all if joined."""
         ...
 
-    def weights(self, weights: Sequence[Tensor], recipe: RecipeConfig, *, transposed: bool, join: bool) -> list[Operand]:
+    def weights(
+        self, weights: Sequence[Tensor], recipe: RecipeConfig, *, transposed: bool, join: bool
+    ) -> list[Operand]:
         """W [Ni, K] of each linear, or W^T as dgrad reads it; one operand for all if joined."""
         ...
 
@@ -120,7 +122,9 @@ class PlainGemms:
         """See `Gemms`."""
         return [(dy,) for dy in dys], [(dy.t(),) for dy in dys]
 
-    def weights(self, weights: Sequence[Tensor], recipe: RecipeConfig, *, transposed: bool, join: bool) -> list[Operand]:
+    def weights(
+        self, weights: Sequence[Tensor], recipe: RecipeConfig, *, transposed: bool, join: bool
+    ) -> list[Operand]:
         """See `Gemms`."""
         return [(w.t() if transposed else w,) for w in weights]
 
@@ -193,7 +197,9 @@ class EmulatedGemms(PlainGemms):
             [(_emulate(dy, "columns", fmt, recipe).t(),) for dy in parts] if columns else [],
         )
 
-    def weights(self, weights: Sequence[Tensor], recipe: RecipeConfig, *, transposed: bool, join: bool) -> list[Operand]:
+    def weights(
+        self, weights: Sequence[Tensor], recipe: RecipeConfig, *, transposed: bool, join: bool
+    ) -> list[Operand]:
         """See `Gemms`."""
         along: Along = "block"
         if recipe.granularity == "row":

@@ -114,7 +114,9 @@ class Fp8Linear(nn.Linear):
         ys: Sequence[Tensor]
         if torch.compiler.is_compiling():
             join = len(layers) > 1 and self.gemms.joins([layer.weight for layer in layers], self.recipe)  # type: ignore[misc]
-            parts = run_compiled("linears", layers, x_MK, is_training=is_training, join=join, keeps=self.keeps(is_training))  # type: ignore[arg-type]
+            parts = run_compiled(
+                "linears", layers, x_MK, is_training=is_training, join=join, keeps=self.keeps(is_training)
+            )  # type: ignore[arg-type]
             ys = split(parts, [layer.out_features for layer in layers])  # type: ignore[misc]
         else:
             ys = run(LinearCall.of(layers, is_training=is_training), x_MK)  # type: ignore[arg-type]

@@ -33,6 +33,9 @@ class Fp8Mlp(nn.Module):
     run in just the same way, when they are not to be joined, and when one of them reports statistics.
     """
 
+    runs_linears_together = True
+    """For ZeRO-3: the weights of the children are used outside their own forward."""
+
     def __init__(self, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear, plain: nn.Module) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
@@ -98,9 +101,7 @@ class MlpCall:
     def forward(self, x_MD: Tensor, parameters: Parameters) -> tuple[list[Tensor], list[Tensor]]:
         """([Y], [gate|up and, if X itself is not kept, X^T quantised])."""
         pair, (w_gate, w_up, w_down) = self.pair, _weights(parameters)
-        a, x_columns = pair.gemms.input(
-            x_MD, pair.recipe, rows=True, columns=pair.is_training and not pair.keeps_input
-        )
+        a, x_columns = pair.gemms.input(x_MD, pair.recipe, rows=True, columns=pair.is_training and not pair.keeps_input)
         assert a is not None
         gu_MF = x_MD.new_empty(x_MD.shape[0], 2 * w_gate.shape[0]) if not pair.join else None
         ys = pair.fprop(a, pair.weights([w_gate, w_up], transposed=False), [None, None], x_MD, out=gu_MF)
@@ -110,7 +111,12 @@ class MlpCall:
         return [y_MD], [gu_MF, *(x_columns or ())] if pair.is_training else []
 
     def backward(
-        self, dys: Sequence[Tensor], x_MD: Tensor | None, kept: Sequence[Tensor], parameters: Parameters, needs: Sequence[bool]
+        self,
+        dys: Sequence[Tensor],
+        x_MD: Tensor | None,
+        kept: Sequence[Tensor],
+        parameters: Parameters,
+        needs: Sequence[bool],
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """(dX, gradients of gate, up and down)."""
         pair, down, (w_gate, w_up, w_down) = self.pair, self.down, _weights(parameters)
@@ -150,7 +156,9 @@ class MlpCall:
         pair, recipe = self.pair, self.pair.recipe
         if pair.gemms is not PLAIN and recipe.granularity == "block" and recipe.wgrad == "fp8":
             fmt = FORMATS[recipe.grad_format]
-            rows, columns, act_columns = swiglu.swiglu_backward_quantize(gu_MF, d_act_MF, fmt, recipe.scale, pad_to=PAD_TO)
+            rows, columns, act_columns = swiglu.swiglu_backward_quantize(
+                gu_MF, d_act_MF, fmt, recipe.scale, pad_to=PAD_TO
+            )
             return [rows], [columns], act_columns
         dgu_MF, act_MF = swiglu.swiglu_backward_bf16(gu_MF, d_act_MF)
         dgus = [dgu_MF] if pair.join else list(dgu_MF.chunk(2, dim=1))

@@ -73,7 +73,9 @@ class NativeGemms:
         pairs = [self._both(dy.contiguous(), fmt, recipe, rows, columns) for dy in dys]
         return [r for r, _ in pairs if r is not None], [c for _, c in pairs if c is not None]
 
-    def weights(self, weights: Sequence[Tensor], recipe: RecipeConfig, *, transposed: bool, join: bool) -> list[Operand]:
+    def weights(
+        self, weights: Sequence[Tensor], recipe: RecipeConfig, *, transposed: bool, join: bool
+    ) -> list[Operand]:
         """See `Gemms`."""
         weights = [w.contiguous() for w in weights]
         if recipe.granularity != "block":
@@ -82,9 +84,7 @@ class NativeGemms:
             return [p for pair in pairs for p in pair if p is not None]
         if join:
             return [_quantize_weights_as_one(weights, recipe, transposed)]
-        return [
-            kernels.quantize_block(w, E4M3, recipe.scale, transposed=transposed, pad_to=PAD_TO) for w in weights
-        ]
+        return [kernels.quantize_block(w, E4M3, recipe.scale, transposed=transposed, pad_to=PAD_TO) for w in weights]
 
     def transpose(self, weight: Operand, recipe: RecipeConfig) -> Operand:
         """See `Gemms`."""
@@ -150,7 +150,12 @@ NATIVE: dict[GemmKernel, NativeGemms] = {"cublas": NativeGemms("cublas"), "trito
 
 
 def gemm_nt(
-    a_MK: Quantized, b_NK: Quantized, out_dtype: torch.dtype, bias_N: Tensor | None = None, *, kernel: GemmKernel = "cublas"
+    a_MK: Quantized,
+    b_NK: Quantized,
+    out_dtype: torch.dtype,
+    bias_N: Tensor | None = None,
+    *,
+    kernel: GemmKernel = "cublas",
 ) -> Tensor:
     """`reference.gemm_nt`; `a` by tiles, `b` by tiles or blocks, any sizes.
 

@@ -38,7 +38,10 @@ def describe_run(config: TrainConfig) -> RenderableType:
         plan = make_plan(Transformer(shape), config.precision)
     on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
     backend = choose_backend(
-        config.precision.backend, recipe=config.precision.recipe, device_type="cuda" if on_gpu else "cpu"
+        config.precision.backend,
+        recipe=config.precision.recipe,
+        device_type="cuda" if on_gpu else "cpu",
+        gemm=config.precision.gemm,
     )
     batch, accum = config.batch, grad_accum_steps(config.batch, config.launch.num_ranks)
 

@@ -11,10 +11,14 @@ from torch import Tensor, nn
 
 from fp8ctl.config.schema import PrecisionConfig
 from fp8ctl.errors import PrecisionError
+from fp8ctl.fp8.backend import Backend
 from fp8ctl.fp8.counter import PRECISIONS, GemmCounter, Precision
-from fp8ctl.fp8.gemms import BackendName
 from fp8ctl.fp8.linear import Fp8Linear
+from fp8ctl.fp8.mlp import Fp8Mlp
+from fp8ctl.model.transformer import MLP
 from fp8ctl.precision.plan import PrecisionPlan, is_tied_head, nearest
+
+EMULATION = Backend("reference", "values are rounded to FP8")
 
 
 def apply_plan(
@@ -22,7 +26,7 @@ def apply_plan(
     plan: PrecisionPlan,
     config: PrecisionConfig,
     *,
-    backend: BackendName = "reference",
+    backend: Backend = EMULATION,
     weights_are_frozen: bool = False,
 ) -> None:
     """Makes every linear an Fp8Linear with the plan's precision, in place; BF16 ones too, so that they count and can
@@ -48,15 +52,31 @@ def apply_plan(
         elif isinstance(module, Fp8Linear):
             if fqn in planned:
                 module.precision, module.recipe = planned[fqn].precision, plan.recipe
-                module.backend, module.weight_is_frozen = backend, weights_are_frozen
+                module.backend, module.kernel = backend.name, backend.gemm or "cublas"
+                module.weight_is_frozen = weights_are_frozen
         elif isinstance(module, nn.Linear):
             if module not in replaced:
                 replaced[module] = Fp8Linear.from_linear(
-                    module, precision=planned[fqn].precision, recipe=plan.recipe, backend=backend
+                    module,
+                    precision=planned[fqn].precision,
+                    recipe=plan.recipe,
+                    backend=backend.name,
+                    kernel=backend.gemm or "cublas",
                 )
                 replaced[module].weight_is_frozen = weights_are_frozen
             parent, _, name = fqn.rpartition(".")
             setattr(model.get_submodule(parent), name, replaced[module])
+    _join_feed_forwards(model)
+
+
+def _join_feed_forwards(model: nn.Module) -> None:
+    """Swaps each feed-forward whose linears have been swapped, so that a GPU can run it as one call."""
+    for fqn, module in list(model.named_modules()):
+        if isinstance(module, MLP):
+            gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+            if isinstance(gate, Fp8Linear) and isinstance(up, Fp8Linear) and isinstance(down, Fp8Linear):
+                parent, _, name = fqn.rpartition(".")
+                setattr(model.get_submodule(parent), name, Fp8Mlp(gate, up, down, module))
 
 
 def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:

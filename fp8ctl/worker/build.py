@@ -66,9 +66,10 @@ def build_model(config: TrainConfig, device: torch.device) -> PlannedModel:
     else:
         model = Transformer(shape).to(device=device, dtype=dtype)
     model.activation_checkpointing = config.engine.activation_checkpointing
-    backend = choose_backend(config.precision.backend, recipe=config.precision.recipe, device_type=device.type)
-    plan = make_plan(model, config.precision)
-    apply_plan(model, plan, config.precision, backend=backend.name)
+    precision = config.precision
+    backend = choose_backend(precision.backend, recipe=precision.recipe, device_type=device.type, gemm=precision.gemm)
+    plan = make_plan(model, precision)
+    apply_plan(model, plan, precision, backend=backend)
     return PlannedModel(model, shape, plan, backend)
 
 
