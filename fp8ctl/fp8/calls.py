@@ -149,7 +149,8 @@ class LinearCall:
         self, a: Operand, weights: Sequence[Operand], biases: Parameters, like: Tensor, out: Tensor | None = None
     ) -> list[Tensor]:
         """Y of each part. `out`: a matrix to write all of them into side by side."""
-        ys, begin = [], 0
+        ys: list[Tensor] = []
+        begin = 0
         for part, b in zip(self.parts, weights, strict=True):
             n = sum(layer.out_features for layer in part)
             bias_N = _join_biases(biases[len(ys) : len(ys) + len(part)], part, like.dtype)
@@ -170,7 +171,8 @@ class LinearCall:
 
     def wgrad(self, dys: Sequence[Operand], x_columns: Operand, like: Tensor) -> list[Tensor]:
         """dW of each linear; of joined ones as views of one matrix."""
-        gemms, dws = self.wgrad_gemms, []
+        gemms = self.wgrad_gemms
+        dws: list[Tensor] = []
         parts = self.parts if gemms is self.gemms else tuple((layer,) for layer in self.layers)
         for part, a in zip(parts, dys, strict=True):
             sizes = [layer.out_features for layer in part]

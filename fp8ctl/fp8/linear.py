@@ -7,7 +7,7 @@ What is multiplied when is in `calls.py`; what executes it is a backend (`gemms.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -107,19 +107,19 @@ class Fp8Linear(nn.Linear):
 
         Whoever calls it must have the parameters of all of them at hand (ZeRO-3 gathers them module by module).
         """
-        if not all(self.agrees_with(layer) for layer in layers):
+        linears = [layer for layer in layers if self.agrees_with(layer)]
+        if len(linears) < len(layers):
             return tuple(layer(input) for layer in layers)
         x_MK = input.reshape(-1, self.in_features)
-        is_training = self._is_trained(layers)
+        is_training = self._is_trained(linears)
         ys: Sequence[Tensor]
         if torch.compiler.is_compiling():
-            join = len(layers) > 1 and self.gemms.joins([layer.weight for layer in layers], self.recipe)  # type: ignore[misc]
-            parts = run_compiled(
-                "linears", layers, x_MK, is_training=is_training, join=join, keeps=self.keeps(is_training)
-            )  # type: ignore[arg-type]
-            ys = split(parts, [layer.out_features for layer in layers])  # type: ignore[misc]
+            join = len(linears) > 1 and self.gemms.joins([layer.weight for layer in linears], self.recipe)
+            keeps = self.keeps(is_training)
+            parts = run_compiled("linears", linears, x_MK, is_training=is_training, join=join, keeps=keeps)
+            ys = split(parts, [layer.out_features for layer in linears])
         else:
-            ys = run(LinearCall.of(layers, is_training=is_training), x_MK)  # type: ignore[arg-type]
+            ys = run(LinearCall.of(linears, is_training=is_training), x_MK)
         return tuple(y_MN.view(*input.shape[:-1], y_MN.shape[1]) for y_MN in ys)
 
     def keeps(self, is_training: bool) -> Keeps:
@@ -132,7 +132,7 @@ class Fp8Linear(nn.Linear):
             return self.recipe.granularity  # type: ignore[return-value]
         return "block" if self.recipe.wgrad == "x_block" else "tile"
 
-    def agrees_with(self, other: nn.Module) -> bool:
+    def agrees_with(self, other: nn.Module) -> TypeGuard[Fp8Linear]:
         """Whether the other linear runs in just the same way at the moment."""
         return other is self or (
             isinstance(other, Fp8Linear)
@@ -153,8 +153,8 @@ class Fp8Linear(nn.Linear):
         self.kept_weights = None
 
     @staticmethod
-    def _is_trained(layers: Sequence[nn.Module]) -> bool:
-        is_trained = torch.is_grad_enabled() and any(layer.weight.requires_grad for layer in layers)  # type: ignore[union-attr]
+    def _is_trained(layers: Sequence[Fp8Linear]) -> bool:
+        is_trained = torch.is_grad_enabled() and any(layer.weight.requires_grad for layer in layers)
         assert not (is_trained and any(layer.weight_is_frozen for layer in layers)), (
             "a frozen weight can't be trained: its FP8 form would go stale"
         )
