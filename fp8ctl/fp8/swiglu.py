@@ -28,7 +28,9 @@ _FORWARD_ROWS = 32
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-def swiglu_quantize(gu_TF: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, pad_to: int = 1) -> Quantized:
+def swiglu_quantize(
+    gu_TF: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, pad_to: int = 1
+) -> Quantized:
     """`kernels.quantize_tile(swiglu_bf16(gu))` in one pass: silu(gate) * up by 1x128 tiles.
 
     Args:
@@ -81,7 +83,10 @@ def swiglu_backward_quantize(
         raise ValueError(f"expected gate and up of a multiple of {TILE} columns each, got {f}")
     padded_t = _pad(t, pad_to)
     new = gu_TF.new_empty
-    row_codes, row_scale_inv = new(padded_t, 2 * f, dtype=grad_fmt.dtype), new(num_tiles(2 * f), padded_t, dtype=torch.float32)
+    row_codes, row_scale_inv = (
+        new(padded_t, 2 * f, dtype=grad_fmt.dtype),
+        new(num_tiles(2 * f), padded_t, dtype=torch.float32),
+    )
     codes, scale_inv = new(2 * f, padded_t, dtype=grad_fmt.dtype), new(num_tiles(t), 2 * f, dtype=torch.float32)
     act_codes, act_scale_inv = new(f, padded_t, dtype=E4M3.dtype), new(num_tiles(t), f, dtype=torch.float32)
     if padded_t > 0:
@@ -102,7 +107,11 @@ def swiglu_backward_quantize(
             **_constants(grad_fmt, scale_kind),
             num_warps=8,
         )
-    return Quantized(row_codes, row_scale_inv.t()), Quantized(codes, scale_inv.t()), Quantized(act_codes, act_scale_inv.t())
+    return (
+        Quantized(row_codes, row_scale_inv.t()),
+        Quantized(codes, scale_inv.t()),
+        Quantized(act_codes, act_scale_inv.t()),
+    )
 
 
 def swiglu_bf16(gu_TF: Tensor) -> Tensor:
@@ -110,7 +119,9 @@ def swiglu_bf16(gu_TF: Tensor) -> Tensor:
     t, f = _sizes(gu_TF)
     act_TF = gu_TF.new_empty(t, f)
     if t > 0:
-        _forward_bf16[(triton.cdiv(t, _FORWARD_ROWS) * num_tiles(f),)](gu_TF, act_TF, t, f, ROWS=_FORWARD_ROWS, num_warps=4)
+        _forward_bf16[(triton.cdiv(t, _FORWARD_ROWS) * num_tiles(f),)](
+            gu_TF, act_TF, t, f, ROWS=_FORWARD_ROWS, num_warps=4
+        )
     return act_TF
 
 
@@ -129,7 +140,9 @@ def _sizes(gu: Tensor, d_act: Tensor | None = None) -> tuple[int, int]:
     """(T, F)."""
     if gu.dim() != 2 or gu.dtype != torch.bfloat16 or gu.shape[1] % 32 != 0 or not gu.is_contiguous():
         found = f"{gu.dtype} of shape {tuple(gu.shape)}, strides {gu.stride()}"
-        raise ValueError(f"expected gate and up as one contiguous bfloat16 matrix [T, 2F], F a multiple of 16, got {found}")
+        raise ValueError(
+            f"expected gate and up as one contiguous bfloat16 matrix [T, 2F], F a multiple of 16, got {found}"
+        )
     t, f = gu.shape[0], gu.shape[1] // 2
     if d_act is not None and (d_act.shape != (t, f) or d_act.dtype != gu.dtype or not d_act.is_contiguous()):
         found = f"{d_act.dtype} of shape {tuple(d_act.shape)}, strides {d_act.stride()}"
