@@ -16,15 +16,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 from fp8ctl.doctor.finding import LONGEST_DETAIL, in_words
 
-LIMIT_S = 120.0
-"""Longest wait for one answer; the first one includes importing torch from a cold disk."""
+LIMIT_S = 180.0
+"""Longest wait for one answer; the first one includes importing torch from a cold disk, others compile kernels."""
 _SPOILT = 70
 """Exit code of a process that a CUDA error made useless."""
 
@@ -42,40 +43,101 @@ class Failed(NamedTuple):
     how: str
 
 
-def run_apart(jobs: Sequence[Job], *, limit_s: float = LIMIT_S) -> list[Any]:
-    """The result of each job in order, or a `Failed`."""
-    results: list[Any] = []
-    while len(results) < len(jobs):
-        results += _run_some(jobs[len(results) :], limit_s)
-    return results
+def run_apart(*groups: Sequence[Job], limit_s: float = LIMIT_S) -> list[list[Any]]:
+    """The results of each group's jobs in order, `Failed` for those that failed.
+
+    Groups run side by side, the jobs of one after each other in one process as long as it lives.
+    """
+    lines: _Lines = queue.Queue()
+    running = [_Group(jobs, lines, limit_s) for jobs in groups]
+    try:
+        while waiting := [group for group in running if group.is_waiting]:
+            try:
+                group, process, line = lines.get(timeout=max(0.0, min(g.deadline for g in waiting) - time.monotonic()))
+            except queue.Empty:
+                for late in (g for g in waiting if g.deadline <= time.monotonic()):
+                    late.give_up()
+            else:
+                group.take(process, line)
+    finally:
+        for group in running:
+            group.end()
+    return [group.results for group in running]
 
 
-def _run_some(jobs: Sequence[Job], limit_s: float) -> list[Any]:
-    """Results of the jobs that one process managed, at least one, the last perhaps `Failed`."""
-    with tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fp8ctl.doctor.apart", json.dumps(jobs)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=_environment(), start_new_session=True,
+class _Group:
+    """Jobs, the results so far, and the process that works on the rest."""
+
+    def __init__(self, jobs: Sequence[Job], lines: _Lines, limit_s: float) -> None:
+        self._jobs, self._lines, self._limit_s = list(jobs), lines, limit_s
+        self.results: list[Any] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
+        self._start()
+
+    @property
+    def is_waiting(self) -> bool:
+        return len(self.results) < len(self._jobs)
+
+    def take(self, process: subprocess.Popen[bytes], line: bytes) -> None:
+        """An answer; or the end of the process, which is the fault of the job that it was at."""
+        if process is not self._process or not self.is_waiting:
+            return
+        self.deadline = time.monotonic() + self._limit_s
+        if line:
+            answer = json.loads(line)
+            self.results.append(Failed(answer["error"]) if "error" in answer else answer["result"])
+            self._has_answered = True
+            return
+        code = process.wait()
+        if code != _SPOILT or not self._has_answered:
+            self.results.append(Failed(f"its process {_death(code)}{self._last_words()}"))
+        self.end()
+        self._start()
+
+    def give_up(self) -> None:
+        """The job at hand took too long."""
+        self.results.append(Failed(f"no answer within {self._limit_s:g} s"))
+        self.end()
+        self._start()
+
+    def end(self) -> None:
+        """Ends the process and whatever it started (compilers)."""
+        if self._process is not None and self._stderr is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._stderr.close()
+        self._process = None
+
+    def _start(self) -> None:
+        """A process for the jobs that are left."""
+        if not self.is_waiting:
+            return
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fp8ctl.doctor.apart", json.dumps(self._jobs[len(self.results) :])],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._stderr, env=_environment(), start_new_session=True,
         )  # fmt: skip
+        self._has_answered = False
+        self.deadline = time.monotonic() + self._limit_s
+        threading.Thread(target=self._pass_on, args=(self._process,), daemon=True).start()
+
+    def _pass_on(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        lines: queue.Queue[bytes] = queue.Queue()
-        threading.Thread(target=_pass_on, args=(process.stdout, lines), daemon=True).start()
-        results: list[Any] = []
-        try:
-            while len(results) < len(jobs):
-                line = lines.get(timeout=limit_s)
-                if not line:
-                    code = process.wait(timeout=limit_s)
-                    if code == _SPOILT and results:
-                        return results
-                    return [*results, Failed(f"its process {_death(code)}{_last_words(stderr)}")]
-                answer = json.loads(line)
-                results.append(Failed(answer["error"]) if "error" in answer else answer["result"])
-        except (queue.Empty, subprocess.TimeoutExpired):
-            results.append(Failed(f"no answer within {limit_s:g} s"))
-        finally:
-            _end(process)
-        return results
+        with process.stdout as pipe:
+            for line in pipe:
+                self._lines.put((self, process, line))
+        self._lines.put((self, process, b""))
+
+    def _last_words(self) -> str:
+        assert self._stderr is not None
+        self._stderr.seek(0)
+        lines = [x.strip() for x in self._stderr.read().decode(errors="replace").splitlines() if x.strip()]
+        return f": {lines[-1][:LONGEST_DETAIL]}" if lines else ""
+
+
+_Lines: TypeAlias = "queue.Queue[tuple[_Group, subprocess.Popen[bytes], bytes]]"
 
 
 def _environment() -> dict[str, str]:
@@ -85,19 +147,6 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **quiet, "PYTHONPATH": path}
 
 
-def _pass_on(pipe: IO[bytes], lines: queue.Queue[bytes]) -> None:
-    for line in pipe:
-        lines.put(line)
-    lines.put(b"")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and whatever it started (compilers)."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def _death(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
@@ -105,12 +154,6 @@ def _death(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def _last_words(stderr: IO[bytes]) -> str:
-    stderr.seek(0)
-    lines = [line.strip() for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
-    return f": {lines[-1][:LONGEST_DETAIL]}" if lines else ""
 
 
 def main() -> None:

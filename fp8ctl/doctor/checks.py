@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from fp8ctl.doctor.apart import Failed, Job, run_apart
-from fp8ctl.doctor.finding import Answer, Finding, in_words
+from fp8ctl.doctor.finding import Answer, Finding
 from fp8ctl.doctor.recipes import ALL_ROWS, RecipeRow, to_rows
 
 _REINSTALL = "reinstall with `make setup`"
@@ -21,19 +19,19 @@ class Check(NamedTuple):
 
     name: str
     target: str
-    place: Literal["here", "gpu", "packages"]
-    """here: in this process. gpu, packages: in one of two others, side by side (see apart.py)."""
+    place: Literal["machine", "gpu", "packages"]
+    """Which of three processes runs it, side by side (see apart.py)."""
     fix: str = _REINSTALL
     needed: bool = False
 
 
 CHECKS = (
-    Check("python", "machine:python", "here", needed=True),
-    Check("CPU", "machine:cores", "here"),
-    Check("memory", "machine:memory", "here"),
-    Check("disk", "machine:disk", "here", "run in a folder that exists and can be read", needed=True),
-    Check("shared memory", "machine:shared_memory", "here"),
-    Check("C compiler", "machine:compiler", "here", "set CC to a C compiler"),
+    Check("python", "machine:python", "machine", needed=True),
+    Check("CPU", "machine:cores", "machine"),
+    Check("memory", "machine:memory", "machine"),
+    Check("disk", "machine:disk", "machine", "run in a folder that exists and can be read", needed=True),
+    Check("shared memory", "machine:shared_memory", "machine"),
+    Check("C compiler", "machine:compiler", "machine", "set CC to a C compiler"),
     Check("torch", "software:torch", "gpu", needed=True),
     Check("FP8 reference", "software:fp8_reference", "gpu", needed=True),
     Check("GPU", "gpu:devices", "gpu", _CUDA_TORCH),
@@ -82,18 +80,14 @@ class Examination:
 
 
 def examine() -> Examination:
-    """Runs every check; those that could crash, in processes of their own."""
-    apart: dict[str, list[Job]] = {
-        place: [_job(check) for check in CHECKS if check.place == place] for place in ("gpu", "packages")
-    }
-    apart["gpu"].append(ALL_ROWS)
-    with ThreadPoolExecutor(len(apart)) as pool:
-        running = {place: pool.submit(run_apart, jobs) for place, jobs in apart.items()}
-        here = [_call(check) for check in CHECKS if check.place == "here"]
-        on_gpu, in_packages = running["gpu"].result(), running["packages"].result()
-    *on_gpu, rows = on_gpu
-    results = {"here": iter(here), "gpu": iter(on_gpu), "packages": iter(in_packages)}
-    return Examination([to_finding(check, next(results[check.place])) for check in CHECKS], to_rows(rows))
+    """Runs every check, all of them in processes of their own."""
+    jobs: dict[str, list[Job]] = {"machine": [], "gpu": [], "packages": []}
+    for check in CHECKS:
+        jobs[check.place].append(Job(f"fp8ctl.doctor.{check.target}"))
+    jobs["gpu"].append(ALL_ROWS)
+    results = dict(zip(jobs, map(iter, run_apart(*jobs.values())), strict=True))
+    findings = [to_finding(check, next(results[check.place])) for check in CHECKS]
+    return Examination(findings, to_rows(next(results["gpu"])))
 
 
 def to_finding(check: Check, result: Any) -> Finding:
@@ -114,15 +108,3 @@ def to_json(examination: Examination) -> dict[str, Any]:
         "recipes": [row._asdict() for row in examination.recipes],
         "environment": {key: environment[key] for key in ("time", "fp8ctl", "python", "platform", "packages", "cpu")},
     }
-
-
-def _job(check: Check) -> Job:
-    return Job(f"fp8ctl.doctor.{check.target}")
-
-
-def _call(check: Check) -> Answer | Failed:
-    module, _, name = _job(check).target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)()
-    except Exception as e:  # any fault of any library is an answer
-        return Failed(in_words(e))

@@ -68,10 +68,10 @@ def to_rows(result: Any) -> list[RecipeRow]:
     """The rows that `all_rows` gave; if a trial took its process down, each again in a process that it can't take others with."""
     if not isinstance(result, Failed):
         return [RecipeRow(*r) for r in result]
-    known = run_apart([_CASES])[0]
+    [[known]] = run_apart([_CASES])
     if isinstance(known, Failed):
         return [RecipeRow("all", "all", "", False, known.how, "mend what is broken above")]
-    asked = run_apart([Job(_ROW, tuple(case)) for case in known])
+    [asked] = run_apart([Job(_ROW, tuple(case)) for case in known])
     return [_to_row(case, found) for case, found in zip(known, asked, strict=True)]
 
 

@@ -128,6 +128,8 @@ def _gpu_obstacle(recipe: RecipeConfig, device_type: str) -> Obstacle | None:
         return Obstacle("the run is on the CPU", "run on a GPU of compute capability 8.9 or newer")
     if not torch.cuda.is_available():
         return Obstacle("torch sees no GPU", "run on a GPU of compute capability 8.9 or newer")
+    if torch.version.cuda is None:
+        return Obstacle("torch was not built for CUDA", "install a CUDA build of torch")
     capability = _capability()
     if capability < FIRST_FP8_CAPABILITY:
         return Obstacle(

@@ -74,23 +74,18 @@ def test_nothing_that_is_broken_stops_the_examination(monkeypatch) -> None:
     broken = Failed("ImportError: libtorch_cuda.so: undefined symbol: ncclCommWindowRegister")
     asked: list[Job] = []
 
-    def apart(jobs: list[Job]) -> list[Failed]:
-        asked.extend(jobs)
-        return [broken for _ in jobs]
-
-    def crash() -> None:
-        raise PermissionError("/dev/shm")
+    def apart(*groups: list[Job]) -> list[list[object]]:
+        asked.extend(job for jobs in groups for job in jobs)
+        return [[["ok", "3.12.1", ""] if job.target.endswith(":python") else broken for job in jobs] for jobs in groups]
 
     monkeypatch.setattr(checks, "run_apart", apart)
     monkeypatch.setattr("fp8ctl.doctor.recipes.run_apart", apart)
-    monkeypatch.setattr("fp8ctl.doctor.machine.shared_memory", crash)
     examination = examine()
     by_name = {f.name: f for f in examination.findings}
-    assert by_name["shared memory"].detail == "PermissionError: /dev/shm"
-    assert by_name["python"].state == "ok"
+    assert by_name["python"] == Finding("python", "ok", "3.12.1", needed=True)
     assert by_name["torch"] == Finding("torch", "broken", broken.how, "reinstall with `make setup`", needed=True)
     assert [f.name for f in examination.faults] == [
-        "torch", "FP8 reference", "gloo", "deepspeed", "hydra", "tokenizers",
+        "disk", "torch", "FP8 reference", "gloo", "deepspeed", "hydra", "tokenizers",
     ]  # fmt: skip
     assert examination.recipes[0].reason == broken.how
     assert Job("fp8ctl.doctor.gpu:nccl") in asked

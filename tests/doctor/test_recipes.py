@@ -52,10 +52,10 @@ def test_answers_of_the_other_process_are_rows() -> None:
 def test_a_trial_that_kills_its_process_takes_no_other_row_with_it(monkeypatch) -> None:
     died = Failed("its process was killed by SIGABRT: cublasLtGroupedMatrixLayoutInit_internal")
 
-    def apart(jobs: list[Job]) -> list[object]:
+    def apart(jobs: list[Job]) -> list[list[object]]:
         if jobs == [recipes._CASES]:
-            return [[list(r[:3]) for r in ROWS]]
-        return [died if job.arguments[1:] == ("te", "") else list(ROWS[i]) for i, job in enumerate(jobs)]
+            return [[[list(r[:3]) for r in ROWS]]]
+        return [[died if job.arguments[1:] == ("te", "") else list(ROWS[i]) for i, job in enumerate(jobs)]]
 
     monkeypatch.setattr(recipes, "run_apart", apart)
     rows = to_rows(died)
@@ -66,7 +66,7 @@ def test_a_trial_that_kills_its_process_takes_no_other_row_with_it(monkeypatch) 
 
 def test_without_torch_there_is_one_row(monkeypatch) -> None:
     broken = Failed("ImportError: libtorch_cuda.so: undefined symbol: ncclCommWindowRegister")
-    monkeypatch.setattr(recipes, "run_apart", lambda jobs: [broken])
+    monkeypatch.setattr(recipes, "run_apart", lambda jobs: [[broken]])
     assert to_rows(broken) == [RecipeRow("all", "all", "", False, broken.how, "mend what is broken above")]
 
 

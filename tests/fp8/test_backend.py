@@ -27,7 +27,9 @@ def machine(monkeypatch):
     faults: (gemm, granularity) -> what the trial finds wrong, or an exception that it raises.
     """
 
-    def pretend(capability: tuple[int, int], cuda: str = "13.0", *, has_triton: bool = True, faults=None) -> list:
+    def pretend(
+        capability: tuple[int, int], cuda: str | None = "13.0", *, has_triton: bool = True, faults=None
+    ) -> list:
         trials = []
 
         def self_check(gemm: str, granularity: str) -> str | None:
@@ -198,6 +200,11 @@ def test_a_gpu_without_fp8_emulates_and_says_so(machine) -> None:
     assert e.message == f"the native FP8 backend can't run: {why}"
     assert e.hint is not None and "or precision=bf16" in e.hint
     assert trials == []
+
+
+def test_a_torch_of_another_make_is_named(machine) -> None:
+    machine((9, 4), None)  # what ROCm says of an MI300
+    assert native_obstacle(INFIR2, "cuda") == "torch was not built for CUDA"
 
 
 def test_a_missing_triton_is_named(machine) -> None:
