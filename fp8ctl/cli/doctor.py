@@ -63,7 +63,7 @@ def _skipped(examination: Examination) -> dict[str, list[str]]:
 def _show_reasons(examination: Examination) -> None:
     from fp8ctl.doctor.recipes import reasons
 
-    fp8 = list(dict.fromkeys(r.recipe for r in examination.recipes if r.recipe != "bf16"))
+    fp8 = list(dict.fromkeys(r.recipe for r in examination.recipes if r.recipe not in ("bf16", "all")))
     for r in reasons(examination.recipes):
         recipes = "every FP8 recipe" if list(r.recipes) == fp8 else ", ".join(r.recipes)
         _line(f"{'yes' if r.runs else 'no'}: {', '.join(r.places)}: {recipes}: {r.reason}")

@@ -23,6 +23,9 @@ class Check(NamedTuple):
     """Which of three processes runs it, side by side (see apart.py)."""
     fix: str = _REINSTALL
     needed: bool = False
+    """Whether training needs it."""
+    rests_on: str = ""
+    """The check without which this one can't answer."""
 
 
 CHECKS = (
@@ -33,37 +36,32 @@ CHECKS = (
     Check("shared memory", "machine:shared_memory", "machine"),
     Check("C compiler", "machine:compiler", "machine", "set CC to a C compiler"),
     Check("torch", "software:torch", "gpu", needed=True),
-    Check("FP8 reference", "software:fp8_reference", "gpu", needed=True),
-    Check("GPU", "gpu:devices", "gpu", _CUDA_TORCH),
-    Check("compute capability", "gpu:capability", "gpu", _CUDA_TORCH),
-    Check("driver", "gpu:driver", "gpu", "reinstall NVIDIA's driver"),
-    Check("cuBLASLt by block", "gpu:cublas_block", "gpu", _CUDA_TORCH),
-    Check("cuBLASLt by row", "gpu:cublas_row", "gpu", _CUDA_TORCH),
-    Check("cuBLASLt by tensor", "gpu:cublas_tensor", "gpu", _CUDA_TORCH),
-    Check("Triton", "gpu:triton", "gpu", "see the line on the C compiler; reinstall the Triton that torch asks for"),
-    Check("cuDNN attention", "gpu:cudnn_attention", "gpu", _OTHER_ATTENTION),
-    Check("flash varlen", "gpu:flash_varlen", "gpu", _OTHER_ATTENTION),
-    Check(
-        "gloo",
-        "software:gloo",
-        "gpu",
-        "let the host's own name resolve (/etc/hosts), or set GLOO_SOCKET_IFNAME=lo",
-        True,
-    ),
-    Check("NCCL", "gpu:nccl", "gpu", "run again with NCCL_DEBUG=WARN to see NCCL's own words"),
-    Check("deepspeed", "software:deepspeed", "packages", needed=True),
-    Check("DeepSpeed ops", "software:deepspeed_ops", "packages"),
+    Check("FP8 reference", "software:fp8_reference", "gpu", needed=True, rests_on="torch"),
+    Check("GPU", "gpu:devices", "gpu", _CUDA_TORCH, rests_on="torch"),
+    Check("compute capability", "gpu:capability", "gpu", _CUDA_TORCH, rests_on="torch"),
+    Check("driver", "gpu:driver", "gpu", "reinstall NVIDIA's driver", rests_on="torch"),
+    Check("cuBLASLt by block", "gpu:cublas_block", "gpu", _CUDA_TORCH, rests_on="torch"),
+    Check("cuBLASLt by row", "gpu:cublas_row", "gpu", _CUDA_TORCH, rests_on="torch"),
+    Check("cuBLASLt by tensor", "gpu:cublas_tensor", "gpu", _CUDA_TORCH, rests_on="torch"),
+    Check("Triton", "gpu:triton", "gpu", "see the C compiler's line; reinstall the Triton that torch asks for", rests_on="torch"),
+    Check("cuDNN attention", "gpu:cudnn_attention", "gpu", _OTHER_ATTENTION, rests_on="torch"),
+    Check("flash varlen", "gpu:flash_varlen", "gpu", _OTHER_ATTENTION, rests_on="torch"),
+    Check("gloo", "software:gloo", "gpu", "make the host's own name resolve, or set GLOO_SOCKET_IFNAME=lo", True, "torch"),
+    Check("NCCL", "gpu:nccl", "gpu", "run again with NCCL_DEBUG=WARN to see NCCL's own words", rests_on="torch"),
+    Check("deepspeed", "software:deepspeed", "packages", needed=True, rests_on="torch"),
+    Check("DeepSpeed ops", "software:deepspeed_ops", "packages", rests_on="deepspeed"),
     Check("hydra", "software:hydra", "packages", needed=True),
     Check("tokenizers", "software:tokenizers", "packages", needed=True),
     Check("mlflow", "software:mlflow", "packages", "reinstall mlflow, or run with track=jsonl"),
     Check("reasoning-gym", "software:reasoning_gym", "packages"),
     Check(
-        "transformer-engine", "transformer_engine:answer", "packages", "pip install 'fp8ctl[te]' on a machine with CUDA"
+        "transformer-engine", "transformer_engine:answer", "packages", "pip install 'fp8ctl[te]' on a machine with CUDA",
+        rests_on="torch",
     ),
     Check("transformers", "software:transformers", "packages"),
-    Check("torchao", "software:torchao", "packages", "pip install torchao"),
-    Check("liger-kernel", "software:liger_kernel", "packages", "pip install liger-kernel"),
-)
+    Check("torchao", "software:torchao", "packages", "pip install torchao", rests_on="torch"),
+    Check("liger-kernel", "software:liger_kernel", "packages", "pip install liger-kernel", rests_on="torch"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,20 @@ def examine() -> Examination:
         jobs[check.place].append(Job(f"fp8ctl.doctor.{check.target}"))
     jobs["gpu"].append(ALL_ROWS)
     results = dict(zip(jobs, map(iter, run_apart(*jobs.values())), strict=True))
-    findings = [to_finding(check, next(results[check.place])) for check in CHECKS]
-    return Examination(findings, to_rows(next(results["gpu"])))
+    findings: dict[str, Finding] = {}
+    for check in CHECKS:
+        findings[check.name] = to_finding(check, next(results[check.place]), findings.get(check.rests_on))
+    return Examination(list(findings.values()), to_rows(next(results["gpu"])))
 
 
-def to_finding(check: Check, result: Any) -> Finding:
-    """The line of the table for what a check answered, or failed to answer."""
-    answer = Answer("broken", result.how, check.fix) if isinstance(result, Failed) else Answer(*result)
+def to_finding(check: Check, result: Any, rests_on: Finding | None = None) -> Finding:
+    """The line of the table for what a check answered, or failed to answer; then it is told once what was at fault."""
+    if not isinstance(result, Failed):
+        answer = Answer(*result)
+    elif rests_on is not None and rests_on.state != "ok":
+        answer = Answer("skipped", f"{check.rests_on} does not work")
+    else:
+        answer = Answer("broken", result.how, check.fix)
     return Finding(check.name, *answer, needed=check.needed)
 
 

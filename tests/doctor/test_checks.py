@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -53,10 +56,13 @@ def test_the_data_has_one_schema(real) -> None:
 
 def test_every_check_exists_and_has_a_name_of_its_own() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
+    seen: set[str] = set()
     for check in CHECKS:
         module, _, name = check.target.partition(":")
         assert callable(getattr(importlib.import_module(f"fp8ctl.doctor.{module}"), name))
         assert check.fix
+        assert not check.rests_on or check.rests_on in seen
+        seen.add(check.name)
     assert {check.name for check in CHECKS if check.needed} == {
         "python", "disk", "torch", "FP8 reference", "gloo", "deepspeed", "hydra", "tokenizers",
     }  # fmt: skip
@@ -84,11 +90,29 @@ def test_nothing_that_is_broken_stops_the_examination(monkeypatch) -> None:
     by_name = {f.name: f for f in examination.findings}
     assert by_name["python"] == Finding("python", "ok", "3.12.1", needed=True)
     assert by_name["torch"] == Finding("torch", "broken", broken.how, "reinstall with `make setup`", needed=True)
-    assert [f.name for f in examination.faults] == [
-        "disk", "torch", "FP8 reference", "gloo", "deepspeed", "hydra", "tokenizers",
-    ]  # fmt: skip
+    assert [f.name for f in examination.faults] == ["disk", "torch", "hydra", "tokenizers"]
+    assert by_name["gloo"] == Finding("gloo", "skipped", "torch does not work", needed=True)
+    assert by_name["DeepSpeed ops"].detail == "deepspeed does not work"
     assert examination.recipes[0].reason == broken.how
     assert Job("fp8ctl.doctor.gpu:nccl") in asked
+
+
+def test_a_torch_that_crashes_is_one_finding_and_exit_1(environment, tmp_path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import os; os.abort()")
+    path = os.pathsep.join(p for p in (str(tmp_path), environment.get("PYTHONPATH", "")) if p)
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8ctl", "doctor"],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": path},
+    )
+    assert done.returncode == 1, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "torch broken its process was killed by SIGABRT" in lines
+    assert "no: all: all: its process was killed by SIGABRT" in lines
+    assert any(line.startswith("not tried, torch does not work: FP8 reference, GPU") for line in lines)
+    assert any(line.startswith("hydra ok") for line in lines)
 
 
 def examination(*findings: Finding) -> Examination:
