@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fp8ctl import __version__
-from fp8ctl.cli import data, evaluate, export, model, monitor, train
+from fp8ctl.cli import bench, data, evaluate, export, model, monitor, train
 from fp8ctl.cli import doctor as doctor_command
 from fp8ctl.cli import report as report_command
 from fp8ctl.cli.console import print_error, stderr
@@ -46,6 +46,7 @@ app.add_typer(model.app, name="model")
 app.add_typer(data.app, name="data")
 app.add_typer(train.app, name="train")
 app.add_typer(monitor.app, name="monitor")
+app.add_typer(bench.app, name="bench")
 app.command("eval")(evaluate.evaluate)
 app.command("report")(report_command.report)
 app.command("export")(export.export)

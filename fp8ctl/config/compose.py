@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fp8ctl.config.bench_schema import BenchArmConfig, BenchGemmConfig, BenchStepConfig
 from fp8ctl.config.problems import Problem, nearest, raise_problems
 from fp8ctl.config.schema import DataPrepConfig, EvalConfig, Settings, TrainConfig
 from fp8ctl.errors import ConfigError
@@ -24,6 +25,9 @@ COMMANDS: dict[str, type[Settings]] = {
     "train_sft": TrainConfig,
     "data_prep": DataPrepConfig,
     "eval": EvalConfig,
+    "bench_gemm": BenchGemmConfig,
+    "bench_step": BenchStepConfig,
+    "bench_arm": BenchArmConfig,
 }
 
 
