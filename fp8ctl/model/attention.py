@@ -1,45 +1,68 @@
 """Causal attention over packed documents, in training and with a key/value cache.
 
 A row holds several documents one after another, and no token sees another document. On a CPU, and in FP32, each
-document is one call of PyTorch's `scaled_dot_product_attention`; on a GPU in BF16 all are one call of its
-FlashAttention for variable lengths. Either way, what stands in one document can't move a single bit of another.
+document is one call of PyTorch's `scaled_dot_product_attention`. On a GPU in BF16 all documents are one kernel, whose
+kind is chosen once for a model (`attention_choice.py`):
 
-cuDNN's attention is kept out of the places where lengths vary: it plans a kernel for each length that it has not met,
-which took 80 ms on an H200, longer than a whole decode step.
+    cudnn        cuDNN, also for documents of different lengths
+    cudnn+flash  cuDNN where documents of equal length fill the rows, FlashAttention for different lengths
+    flash        FlashAttention always
+    any          each document by itself, by whatever PyTorch picks
+
+None of them copies key/value heads for their group of query heads, none falls back to another, and what stands in one
+document can't move a single bit of another.
+
+cuDNN's attention is kept out of generation, where lengths change all the time: it plans a kernel for each length that
+it has not met, which took 80 ms on an H200, longer than a whole decode step. For documents of different lengths
+PyTorch (2.11, 2.13) even plans in every call (pytorch/pytorch#191576).
 
 Letters: T new tokens, S tokens that they may see, N query heads, K key/value heads, G = N / K query heads on one
-key/value head, H head size, B documents in a batch.
+key/value head, H head size, B documents in a batch, R tokens of each document when all are as long.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from fp8ctl.model.kv_cache import LayerCache
 
+AttentionKind = Literal["cudnn", "cudnn+flash", "flash", "any"]
+
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Below, a document is less than a cuDNN tile and rows of such lengths are chance: not worth a plan of their own
+_SHORTEST_ROW = 64
 
 
 @dataclass(frozen=True)
 class Documents:
     """Where the documents of a packed row begin and end; made once per forward pass, used by every layer."""
 
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     """int32, 0 first and T last: document i holds tokens cu_seqlens[i] to cu_seqlens[i + 1]."""
     bounds: tuple[int, ...]
     """The same on the host, for one wait of the host in a forward pass instead of one in each layer."""
     max_seqlen: int
-    """New tokens of the longest document."""
+    """New tokens of the longest document, or more."""
     starts: tuple[int, ...] = ()
     """With a cache: position of each document's first new token, so also how many of its tokens the cache holds."""
+    kind: AttentionKind = "flash"
+    """Which kernel a GPU runs in BF16."""
+
+    @cached_property
+    def row_tokens(self) -> int:
+        """R: tokens of each document if all are equally long, else 0."""
+        lengths = {b - a for a, b in pairwise(self.bounds)}
+        return lengths.pop() if len(lengths) == 1 else 0
 
     @cached_property
     def key_bounds(self) -> tuple[int, ...]:
@@ -50,7 +73,7 @@ class Documents:
         return tuple(accumulate(lengths, initial=0))
 
     @cached_property
-    def cu_keylens(self) -> torch.Tensor:
+    def cu_keylens(self) -> Tensor:
         """`key_bounds` on the device."""
         if not any(self.starts):
             return self.cu_seqlens
@@ -62,29 +85,36 @@ class Documents:
         return self.bounds == tuple(range(len(self.bounds)))
 
     @cached_property
-    def decode_rows_B(self) -> torch.Tensor:
+    def decode_rows_B(self) -> Tensor:
         """In decode: the cache row of each token."""
         return torch.arange(len(self.starts), device=self.cu_seqlens.device)
 
     @cached_property
-    def decode_positions_B(self) -> torch.Tensor:
+    def decode_positions_B(self) -> Tensor:
         """In decode: the position of each token."""
         return torch.tensor(self.starts, device=self.cu_seqlens.device)
 
     @cached_property
-    def decode_seen_BS(self) -> torch.Tensor:
+    def decode_seen_BS(self) -> Tensor:
         """In decode: which positions of its cache row each token sees, up to the longest row."""
         positions_S = torch.arange(max(self.starts) + 1, device=self.cu_seqlens.device)
         return positions_S <= self.decode_positions_B[:, None]
 
 
-def attention(q_TNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, documents: Documents) -> torch.Tensor:
+def attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, documents: Documents) -> Tensor:
     """softmax(q k' / sqrt(H)) v inside each document, causal with the last query at the last key. Gives [T, N, H].
 
-    N is a multiple of K. S = T, or more when the keys begin with those of a cache (`documents.key_bounds`).
+    N is a multiple of K. S = T, or more when the keys begin with those of a cache (`documents.key_bounds`). All three
+    may be views into a wider buffer.
     """
-    if q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(q_TNH, k_SKH, v_SKH, documents)
+    if q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16) and documents.kind != "any":
+        if documents.starts or documents.kind == "flash":
+            return flash(q_TNH, k_SKH, v_SKH, documents)
+        if documents.row_tokens >= _SHORTEST_ROW:
+            return cudnn_rows(q_TNH, k_SKH, v_SKH, documents.row_tokens)
+        if documents.kind == "cudnn":
+            return cudnn_varlen(q_TNH, k_SKH, v_SKH, documents.cu_seqlens, documents.max_seqlen)
+        return flash(q_TNH, k_SKH, v_SKH, documents)
     out = [
         _attend(q_TNH[a:b], k_SKH[c:d], v_SKH[c:d])
         for (a, b), (c, d) in zip(pairwise(documents.bounds), pairwise(documents.key_bounds), strict=True)
@@ -93,9 +123,7 @@ def attention(q_TNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, doc
     return torch.cat(out) if len(out) > 1 else out[0]
 
 
-def cached_attention(
-    q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, documents: Documents, cache: LayerCache
-) -> torch.Tensor:
+def cached_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, documents: Documents, cache: LayerCache) -> Tensor:
     """Stores the new keys and values, then attends to all the cache holds of the same document. Gives [T, N, H]."""
     if documents.is_decode:
         return _decode(q_TNH, k_TKH, v_TKH, documents, cache)
@@ -112,27 +140,104 @@ def cached_attention(
     return attention(q_TNH, k_TKH, v_TKH, documents)
 
 
-def _varlen(q_TNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, documents: Documents) -> torch.Tensor:
-    """All documents in one kernel. Key/value heads are repeated, as not every version of it groups queries."""
+def cudnn_rows(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, row_tokens: int) -> Tensor:
+    """T / R documents of R tokens each, by cuDNN or not at all. Gives [T, N, H]."""
+    q, k, v = (x.unflatten(0, (-1, row_tokens)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def flash(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, documents: Documents) -> Tensor:
+    """All documents in one kernel of FlashAttention. Gives [T, N, H]."""
     from torch.nn.attention.varlen import varlen_attn  # needs a PyTorch built for CUDA
 
-    group = q_TNH.shape[1] // k_SKH.shape[1]
-    longest = max(b - a for a, b in pairwise(documents.key_bounds))
+    longest = documents.max_seqlen
+    if documents.starts:
+        longest = max(b - a for a, b in pairwise(documents.key_bounds))
     out_TNH = varlen_attn(
         q_TNH,
-        k_SKH.repeat_interleave(group, dim=1),
-        v_SKH.repeat_interleave(group, dim=1),
+        k_SKH,
+        v_SKH,
         documents.cu_seqlens,
         documents.cu_keylens,
         documents.max_seqlen,
         longest,
         window_size=(-1, 0),
+        **_grouping(q_TNH.shape[1] != k_SKH.shape[1]),
     )
-    assert isinstance(out_TNH, torch.Tensor), "a pair only when asked for"
+    assert isinstance(out_TNH, Tensor), "a pair only when asked for"
     return out_TNH
 
 
-def _attend(q_TNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor) -> torch.Tensor:
+@cache
+def _grouping(is_grouped: bool) -> dict[str, Any]:
+    """The argument that lets query heads share key/value heads, which older versions of the function do unasked."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": is_grouped} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def cudnn_varlen(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """All documents, of any lengths, in one kernel of cuDNN. Gives [T, N, H]."""
+    out_TNH: Tensor = torch.ops.fp8ctl.cudnn_varlen(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen)[0]
+    return out_TNH
+
+
+# PyTorch's own function for varying lengths always takes FlashAttention, so these call what it would call for cuDNN
+@torch.library.custom_op("fp8ctl::cudnn_varlen", mutates_args=())
+def _cudnn_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # Contiguous: the offsets of documents are computed from sizes, not from strides
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    result = torch.ops.aten._cudnn_attention_forward(
+        q, k, v, None, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, True, 0.0, True, False
+    )
+    return result[0], result[1], result[6].clone(), result[7].clone()
+
+
+@_cudnn_varlen.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scalar = torch.empty((), dtype=torch.long, device=q.device)
+    return q.new_empty(q.shape), q.new_empty((*q.shape[:2], 1), dtype=torch.float32), scalar, scalar.clone()
+
+
+@torch.library.custom_op("fp8ctl::cudnn_varlen_backward", mutates_args=())
+def _cudnn_varlen_backward(
+    grad: Tensor, tensors: list[Tensor], cu_seqlens: Tensor, max_seqlen: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse, seed, offset = tensors
+    dq, dk, dv = torch.ops.aten._cudnn_attention_backward(
+        grad.contiguous(),
+        *(q.contiguous(), k.contiguous(), v.contiguous(), out, lse, seed, offset),
+        torch.empty(0, device=q.device),
+        *(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True),
+    )
+    return dq, dk, dv
+
+
+@_cudnn_varlen_backward.register_fake
+def _(grad: Tensor, tensors: list[Tensor], cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = tensors[:3]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, cu_seqlens, ctx.max_seqlen = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, cu_seqlens = ctx.saved_tensors
+    gradients = torch.ops.fp8ctl.cudnn_varlen_backward(grad, tensors, cu_seqlens, ctx.max_seqlen)
+    return (*gradients, None, None)
+
+
+_cudnn_varlen.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _attend(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor) -> Tensor:
     """One document by itself. Gives [T, N, H]."""
     T, S, dtype = len(q_TNH), len(k_SKH), q_TNH.dtype
     if not q_TNH.is_cuda:
@@ -152,9 +257,7 @@ def _attend(q_TNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor) -> to
     return out_1NTH.squeeze(0).transpose(0, 1).to(dtype)
 
 
-def _decode(
-    q_BNH: torch.Tensor, k_BKH: torch.Tensor, v_BKH: torch.Tensor, documents: Documents, cache: LayerCache
-) -> torch.Tensor:
+def _decode(q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor, documents: Documents, cache: LayerCache) -> Tensor:
     """One new token of each document, all documents in one call. Gives [B, N, H]."""
     (B, N, H), K = q_BNH.shape, k_BKH.shape[1]
     seen_BS = documents.decode_seen_BS

@@ -17,34 +17,49 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8ctl.config.schema import ModelShape
 from fp8ctl.errors import ModelError
-from fp8ctl.model.attention import Documents, attention, cached_attention
+from fp8ctl.model.attention import AttentionKind, Documents, attention, cached_attention
+from fp8ctl.model.fused import add_norm, norm, rotate_qk, silu_mul
+from fp8ctl.model.head import Embedding, Head, TiedHead, head_loss
 from fp8ctl.model.kv_cache import KVCache, LayerCache
-from fp8ctl.model.loss import cross_entropy_sum
+from fp8ctl.model.loss import default_chunk_tokens
 from fp8ctl.model.shapes import check_shape
+
+
+def together(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+    """Outputs of linears that share an input: in one call where the first knows how (`forward_together(x, linears)`),
+    else one by one. They may be views into one wide buffer.
+    """
+    if (joined := getattr(linears[0], "forward_together", None)) is not None:
+        return tuple(joined(x, linears))
+    return tuple(linear(x) for linear in linears)
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in FP32 inside whatever the dtype of x."""
+
+    compile_kernels = False
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape that ends in `size`; keeps shape and dtype."""
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Any:
+        """Any shape that ends in `size`; keeps shape and dtype. With `delta`: the pair (x + delta, its norm)."""
+        if delta is None:
+            return norm(x, self.weight, self.eps, compiled=self.compile_kernels)
+        return add_norm(x, delta, self.weight, self.eps, compiled=self.compile_kernels)
 
 
-def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> torch.Tensor:
+def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> Tensor:
     """FP32 [H / 2]: radians per position of each pair, rope_base^(-2i / H), stretched where Llama 3 says so."""
     exponents = torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size
     frequencies = 1.0 / shape.rope_base**exponents
@@ -59,15 +74,12 @@ def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> t
     return (1.0 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
-def rotate(x_TNH: torch.Tensor, cos_TH: torch.Tensor, sin_TH: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding in FP32, in the dtype of x again. Pair i is (x[i], x[i + H/2]); cos and sin are [T, H / 2]."""
-    first, second = x_TNH.float().chunk(2, dim=-1)
-    cos, sin = cos_TH[:, None], sin_TH[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_TNH.dtype)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; bias on q, k, v (Qwen2) or RMSNorm on q and k heads (Qwen3)."""
+
+    compile_kernels = False
+    runs_linears_together = True
+    """For ZeRO-3: weights of children may be used outside their own forward."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -84,20 +96,18 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x_TD: torch.Tensor,
-        cos_TH: torch.Tensor,
-        sin_TH: torch.Tensor,
+        x_TD: Tensor,
+        cos_TH: Tensor,
+        sin_TH: Tensor,
         documents: Documents,
         cache: LayerCache | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """[T, D] -> [T, D]."""
-        heads = (x_TD.shape[0], -1, self.head_size)
-        q_TNH = self.q_proj(x_TD).view(heads)
-        k_TKH = self.k_proj(x_TD).view(heads)
-        v_TKH = self.v_proj(x_TD).view(heads)
+        qkv = together(x_TD, self.q_proj, self.k_proj, self.v_proj)
+        q_TNH, k_TKH, v_TKH = (x.unflatten(-1, (-1, self.head_size)) for x in qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        q_TNH, k_TKH = rotate(q_TNH, cos_TH, sin_TH), rotate(k_TKH, cos_TH, sin_TH)
+        q_TNH, k_TKH = rotate_qk(q_TNH, k_TKH, cos_TH, sin_TH, compiled=self.compile_kernels)
         if cache is None:
             out_TNH = attention(q_TNH, k_TKH, v_TKH, documents)
         else:
@@ -108,19 +118,27 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
+    compile_kernels = False
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False)
         self.down_proj = nn.Linear(shape.ffn_size, shape.hidden_size, bias=False)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        return self.down_proj(functional.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
+        # A module that stands in for this one may call this very function
+        is_compiled = getattr(self, "compile_kernels", False)
+        return self.down_proj(silu_mul(gate_TF, up_TF, compiled=is_compiled))
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and beside the residual stream."""
+    """One layer: attention and feed-forward, each behind a norm and beside the residual stream.
+
+    What a feed-forward adds to the stream is left to the next norm, which adds it on its way: one pass over memory.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -131,35 +149,21 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x_TD: torch.Tensor,
-        cos_TH: torch.Tensor,
-        sin_TH: torch.Tensor,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        cos_TH: Tensor,
+        sin_TH: Tensor,
         documents: Documents,
         cache: LayerCache | None,
-    ) -> torch.Tensor:
-        """[T, D] -> [T, D]."""
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TH, sin_TH, documents, cache)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-
-
-class Embedding(nn.Embedding):
-    """Token embedding that is also the output head of a model with tied weights."""
-
-    def forward(self, x: torch.Tensor, as_head: bool = False) -> torch.Tensor:
-        """Token ids [T] -> hidden [T, D]; as head: hidden [T, D] -> logits [T, V]."""
-        return functional.linear(x, self.weight) if as_head else functional.embedding(x, self.weight)
-
-
-class TiedHead(nn.Module):
-    """Output head without weights of its own: a call of the embedding, in whose forward ZeRO-3 gathers the weight."""
-
-    def __init__(self, embedding: Embedding) -> None:
-        super().__init__()
-        self._embedding = (embedding,)  # in a tuple, so that the weight has one owner and one name
-
-    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """hidden [T, D] -> logits [T, V]."""
-        return self._embedding[0](hidden_TD, as_head=True)
+    ) -> tuple[Tensor, Tensor]:
+        """Residual stream [T, D] and what is still to be added to it; gives the same two."""
+        if delta_TD is None:
+            normed_TD = self.input_layernorm(x_TD)
+        else:
+            x_TD, normed_TD = self.input_layernorm(x_TD, delta_TD)
+        delta_TD = self.self_attn(normed_TD, cos_TH, sin_TH, documents, cache)
+        x_TD, normed_TD = self.post_attention_layernorm(x_TD, delta_TD)
+        return x_TD, self.mlp(normed_TD)
 
 
 class Backbone(nn.Module):
@@ -175,7 +179,8 @@ class Backbone(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model; weights are drawn from normal(0, shape.init_std) with torch's global generator.
 
-    `lm_head` maps hidden states to logits: an `nn.Linear`, or a `TiedHead` without parameters when embeddings are tied.
+    `lm_head` maps hidden states to logits or to the loss: a `Head`, or a `TiedHead` without parameters when embeddings
+    are tied. Any module from hidden states to logits may take its place.
 
     Raises:
         ModelError: the sizes don't fit together.
@@ -183,8 +188,10 @@ class Transformer(nn.Module):
 
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of storing its activations."""
-    loss_chunk_tokens: int = 1024
-    """Tokens whose logits exist at once while the loss is computed."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at once while the loss is computed; None: what suits the device."""
+    attention_kind: AttentionKind = "flash"
+    """Kernel of attention on a GPU in BF16, from `attention_choice.choose_attention`."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -194,7 +201,7 @@ class Transformer(nn.Module):
         if shape.tie_embeddings:
             self.lm_head: nn.Module = TiedHead(self.model.embed_tokens)
         else:
-            self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+            self.lm_head = Head(shape.hidden_size, shape.vocab_size, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -212,47 +219,75 @@ class Transformer(nn.Module):
         owner = self.model.embed_tokens if isinstance(self.lm_head, TiedHead) else self.lm_head
         return owner.weight  # type: ignore[return-value]
 
+    @property
+    def compile_kernels(self) -> bool:
+        """Whether norms, rotary embedding and SwiGLU run through torch.compile while training on a GPU. Set it once
+        the modules are what they will be.
+        """
+        return self.model.norm.compile_kernels
+
+    @compile_kernels.setter
+    def compile_kernels(self, is_on: bool) -> None:
+        for module in self.model.modules():
+            module.compile_kernels = is_on  # type: ignore[assignment]
+
     def forward(
         self,
-        input_ids_T: torch.Tensor,
-        position_ids_T: torch.Tensor,
-        cu_seqlens: torch.Tensor,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        cu_seqlens: Tensor,
         max_seqlen: int,
         cache: KVCache | None = None,
-        labels_T: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        labels_T: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states [T, D] after the final norm; with `labels_T` the FP32 sum of the token losses (model/loss.py).
 
         `cu_seqlens` (int32, from 0 to T) bounds the documents, `position_ids_T` restarts in each. With a cache,
         document i continues row i of it at its first position id, and no document is empty.
         """
-        bounds = tuple(cu_seqlens.tolist())
-        starts = tuple(position_ids_T[cu_seqlens[:-1].long()].tolist()) if cache is not None else ()
-        documents = Documents(cu_seqlens, bounds, max_seqlen, starts)
+        documents = self._documents(position_ids_T, cu_seqlens, max_seqlen, cache)
         # In FP32 always: BF16 holds integers only up to 256
         angles_TH = position_ids_T.float()[:, None] * rope_frequencies(self.shape, position_ids_T.device)
         cos_TH, sin_TH = angles_TH.cos(), angles_TH.sin()
 
         recompute = self.activation_checkpointing and cache is None and torch.is_grad_enabled()
-        x_TD = self.model.embed_tokens(input_ids_T)
+        x_TD: Tensor = self.model.embed_tokens(input_ids_T)
+        delta_TD: Tensor | None = None
         for index, block in enumerate(self.model.layers):
             if recompute:
-                x_TD = checkpoint(
-                    block, x_TD, cos_TH, sin_TH, documents, None, use_reentrant=False, preserve_rng_state=False
+                # Added here, so that one tensor is kept for each block and not two
+                x_TD, delta_TD = checkpoint(
+                    block,
+                    x_TD if delta_TD is None else x_TD + delta_TD,
+                    *(None, cos_TH, sin_TH, documents, None),
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
             else:
-                x_TD = block(x_TD, cos_TH, sin_TH, documents, cache.layer(index) if cache is not None else None)
-        hidden_TD = self.model.norm(x_TD)
+                layer_cache = cache.layer(index) if cache is not None else None
+                x_TD, delta_TD = block(x_TD, delta_TD, cos_TH, sin_TH, documents, layer_cache)
+        _, hidden_TD = self.model.norm(x_TD, delta_TD)
         if labels_T is None:
             return hidden_TD
-        return cross_entropy_sum(hidden_TD, self.lm_head, labels_T, chunk_tokens=self.loss_chunk_tokens)
+        chunk_tokens = self.loss_chunk_tokens or default_chunk_tokens(hidden_TD.device)
+        return head_loss(self.lm_head, hidden_TD, labels_T, chunk_tokens=chunk_tokens)
 
-    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+    def _documents(
+        self, position_ids_T: Tensor, cu_seqlens: Tensor, max_seqlen: int, cache: KVCache | None
+    ) -> Documents:
+        bounds = tuple(cu_seqlens.tolist())
+        if cache is not None:
+            starts = tuple(position_ids_T[cu_seqlens[:-1].long()].tolist())
+            return Documents(cu_seqlens, bounds, max_seqlen, starts, "flash")
+        # A power of two: few values, since some kernels are planned or compiled anew for each
+        return Documents(cu_seqlens, bounds, 1 << max(max_seqlen - 1, 0).bit_length(), (), self.attention_kind)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, D] -> [T, V] in the dtype of the model."""
         return self.lm_head(hidden_TD)
 
     @torch.no_grad()
-    def extend(self, cache: KVCache, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> torch.Tensor:
+    def extend(self, cache: KVCache, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
         """Appends `tokens[i]` to row i of the cache, which holds `starts[i]` tokens; FP32 logits [B, V] of the next
         one.
 

@@ -4,10 +4,7 @@ changes.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8ctl.config.schema import PrecisionConfig
 from fp8ctl.errors import PrecisionError
@@ -32,7 +29,7 @@ def apply_plan(
     """Makes every linear an Fp8Linear with the plan's precision, in place; BF16 ones too, so that they count and can
     change.
 
-    Parameters stay the same objects under the same names. A tied head gets hooks that count its GEMMs. A second call
+    Parameters stay the same objects under the same names. A tied head gets a counter for its GEMMs. A second call
     only sets precisions and recipe. The recipe is the plan's; `config` must be the one it was made from.
 
     Args:
@@ -48,7 +45,7 @@ def apply_plan(
     # With duplicates: a module that hangs in two places must be swapped in both, or one of them would run uncounted
     for fqn, module in list(model.named_modules(remove_duplicate=False)):
         if is_tied_head(module):
-            _count_tied_head(module, getattr(model, "head_weight", None))
+            _count_tied_head(module)
         elif isinstance(module, Fp8Linear):
             if fqn in planned:
                 module.precision, module.recipe = planned[fqn].precision, plan.recipe
@@ -129,29 +126,7 @@ def _check_fits(model: nn.Module, plan: PrecisionPlan, config: PrecisionConfig) 
         )
 
 
-def _count_tied_head(head: nn.Module, weight: Tensor | None) -> None:
-    """Gives a tied head a counter and hooks that feed it: it multiplies by the embedding's weight and has no linear to
-    swap.
-    """
-    if hasattr(head, "counter"):
-        return
-    counter = GemmCounter()
-    head.counter = counter  # type: ignore[assignment]
-
-    def after_forward(module: nn.Module, inputs: tuple[Any, ...], logits: Tensor) -> None:
-        hidden = inputs[0]
-        size = {"m": hidden.numel() // hidden.shape[-1], "n": logits.shape[-1], "k": hidden.shape[-1]}
-        counter.add("fprop", "bf16", **size)
-        if not (torch.is_grad_enabled() and logits.requires_grad):
-            return
-        runs = {"dgrad": hidden.requires_grad, "wgrad": weight is None or weight.requires_grad}
-
-        # The gradient of the logits arrives right before the two GEMMs that use it
-        def before_backward(_: Tensor) -> None:
-            for direction, is_run in runs.items():
-                if is_run:
-                    counter.add(direction, "bf16", **size)  # type: ignore[arg-type]
-
-        logits.register_hook(before_backward)
-
-    head.register_forward_hook(after_forward)
+def _count_tied_head(head: nn.Module) -> None:
+    """Gives a tied head a counter: it multiplies by the embedding's weight and has no linear to swap."""
+    if getattr(head, "counter", None) is None:
+        head.counter = GemmCounter()  # type: ignore[assignment]

@@ -7,9 +7,10 @@ from torch.nn import functional
 
 from fp8ctl.config.schema import RopeScaling
 from fp8ctl.errors import ModelError
+from fp8ctl.model.fused import rotate
 from fp8ctl.model.hf import load_hf
 from fp8ctl.model.shapes import parameter_shapes
-from fp8ctl.model.transformer import RMSNorm, TiedHead, Transformer, rope_frequencies, rotate
+from fp8ctl.model.transformer import RMSNorm, TiedHead, Transformer, rope_frequencies
 
 
 def documents(*lengths, vocab=61):
