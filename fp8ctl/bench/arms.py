@@ -47,8 +47,8 @@ class Arm:
     """Forward pass; the mean token loss."""
     parameters: Sequence[Tensor]
     """What gets gradients."""
-    own_bytes: int | None
-    """Bytes of its weights, and of an optimizer's state where one is part of it; None: what it has allocated after its first steps."""
+    own_bytes: int
+    """Bytes of its weights, and of an optimizer's state where one is part of it."""
     note: str = ""
     backward: Callable[[Tensor], Any] = Tensor.backward
     begin: Callable[[], Any] = lambda: None

@@ -15,6 +15,7 @@ from fp8ctl.engine.dist import Dist
 from fp8ctl.engine.engine import quiet
 from fp8ctl.engine.optimizer import MasterAdamW, parameter_groups, sum_of_squares
 from fp8ctl.fp8.backend import choose_backend
+from fp8ctl.model.attention_choice import choose_attention
 from fp8ctl.model.transformer import Transformer
 from fp8ctl.precision.apply import apply_plan, keep_quantized_weights, weights_changed
 from fp8ctl.precision.plan import make_plan
@@ -65,7 +66,7 @@ def build_ours(settings: BenchArmConfig, config: BenchStepConfig, weights: Weigh
     Raises:
         PrecisionError: the backend can't run here.
     """
-    model, precision = _prepared(settings, config, weights.model()), settings.precision
+    model, precision = weights.model(), settings.precision
     backend = choose_backend(
         precision.backend, recipe=precision.recipe, device_type=weights.device.type, gemm=precision.gemm
     )
@@ -73,7 +74,8 @@ def build_ours(settings: BenchArmConfig, config: BenchStepConfig, weights: Weigh
     apply_plan(model, plan, precision, backend=backend)
     if settings.keep_quantized_weights:
         keep_quantized_weights(model)
-    if settings.compile == "blocks" and weights.device.type == "cuda":
+    facts = _prepare(model, settings, config, weights.device)
+    if facts["compile"] == "blocks":
         for block in model.model.layers:
             block.compile()
     arm = Arm(
@@ -83,21 +85,34 @@ def build_ours(settings: BenchArmConfig, config: BenchStepConfig, weights: Weigh
         note=plan.summary(),
         begin=lambda: weights_changed(model),
         model=model,
+        facts=facts,
     )
     if plan.fp8_linears:
-        arm.facts = {"backend": backend.name, "gemm": backend.gemm, "backend_reason": backend.reason}
+        arm.facts |= {"backend": backend.name, "gemm": backend.gemm, "backend_reason": backend.reason}
     if config.optimizer:
         _add_optimizer(arm, weights)
     return arm
 
 
-def _prepared(settings: BenchArmConfig, config: BenchStepConfig, model: Transformer) -> Transformer:
+def _prepare(
+    model: Transformer, settings: BenchArmConfig, config: BenchStepConfig, device: torch.device
+) -> dict[str, Any]:
+    """After linears are swapped: what is compiled depends on the modules. Gives what was chosen, for the arm's row."""
+    shape = model.shape
+    choice = choose_attention(
+        settings.attention,
+        head_size=shape.head_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        device=device,
+    )
+    model.attention_kind = choice.name
     model.activation_checkpointing = config.activation_checkpointing
-    model.attention_kind = settings.attention
     model.compile_kernels = settings.compile != "off"
     if settings.loss_chunk_tokens is not None:
         model.loss_chunk_tokens = settings.loss_chunk_tokens
-    return model
+    compiled = settings.compile if device.type == "cuda" else "off"
+    return {"attention": choice.name, "attention_reason": choice.reason, "compile": compiled}
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -124,7 +139,8 @@ def _add_optimizer(arm: Arm, weights: Weights) -> None:
 
 def build_amp(config: BenchStepConfig, weights: Weights, batch: Batch) -> Arm:
     """FP32 weights under torch.autocast. They lie on the device during the arm's turns only, made from the shared set."""
-    model, device = _prepared(BenchArmConfig(), config, _empty_model(weights.shape)), weights.device
+    model, device = _empty_model(weights.shape), weights.device
+    facts = _prepare(model, BenchArmConfig(), config, device)
     mine = {name: nn.Parameter(shared.detach().float()) for name, shared in weights.parameters.items()}
     model.load_state_dict(mine, assign=True)
 
@@ -149,6 +165,7 @@ def build_amp(config: BenchStepConfig, weights: Weights, batch: Batch) -> Arm:
         note="FP32 weights, torch.autocast(bfloat16)",
         enter=enter,
         leave=leave,
+        facts=facts,
     )
 
 
@@ -160,10 +177,11 @@ def build_deepspeed(config: BenchStepConfig, weights: Weights, batch: Batch) -> 
     )
     import deepspeed
 
-    model = _prepared(BenchArmConfig(), config, _empty_model(weights.shape))
+    model = _empty_model(weights.shape)
     model.load_state_dict({n: nn.Parameter(p.detach().clone()) for n, p in weights.parameters.items()}, assign=True)
     plan = make_plan(model, BenchArmConfig().precision)
     apply_plan(model, plan, BenchArmConfig().precision)
+    facts = _prepare(model, BenchArmConfig(), config, weights.device)
     num_parameters = sum(p.numel() for p in model.parameters())
     bucket = min(500_000_000, num_parameters + num_parameters % 2)
     settings: dict[str, Any] = {
@@ -181,13 +199,51 @@ def build_deepspeed(config: BenchStepConfig, weights: Weights, batch: Batch) -> 
     arm = Arm(
         loss=lambda: mean_loss(engine, batch),
         parameters=[],  # DeepSpeed clears gradients itself
-        own_bytes=None,
+        own_bytes=2 * weights.num_bytes,
         note="DeepSpeed ZeRO 1, masters, moments and gradients in BF16; backward copies the gradients into its buffers",
         backward=engine.backward,
         model=model,
+        facts=facts,
     )
     if config.optimizer:
         arm.optimizer_step = engine.step
     else:
         arm.finish = engine.step
+    _park_between_turns(arm, engine, weights)
     return arm
+
+
+def _park_between_turns(arm: Arm, engine: Any, weights: Weights) -> None:
+    """Gives the memory of DeepSpeed's copies of the weights and of its moments to the other arms while they run."""
+    adamw = engine.optimizer.optimizer
+    parked: list[tuple[torch.UntypedStorage, int]] = []
+
+    def masters() -> list[Tensor]:
+        return [p for group in adamw.param_groups for p in group["params"]]
+
+    def moments() -> list[Tensor]:
+        return [t for state in adamw.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1]
+
+    def leave() -> None:
+        tensors = [*arm.model.parameters(), *masters(), *moments()]  # type: ignore[union-attr]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        parked[:] = [(storage, storage.nbytes()) for storage in storages.values()]
+        arm.own_bytes = sum(num_bytes for _, num_bytes in parked)
+        for storage, _ in parked:
+            storage.resize_(0)
+
+    @torch.no_grad()
+    def enter() -> None:
+        if not parked:
+            return
+        for storage, num_bytes in parked:
+            storage.resize_(num_bytes)
+        for mine, shared in zip(arm.model.parameters(), weights.parameters.values(), strict=True):  # type: ignore[union-attr]
+            mine.copy_(shared)
+        for master, flat in zip(masters(), engine.optimizer.parallel_partitioned_bit16_groups, strict=True):
+            master.copy_(flat[0])
+        for moment in moments():
+            moment.zero_()
+
+    arm.enter, arm.leave = enter, leave
+    leave()

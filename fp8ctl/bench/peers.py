@@ -20,9 +20,8 @@ from fp8ctl.bench.batch import Batch
 from fp8ctl.bench.ours import Weights
 from fp8ctl.config.bench_schema import BenchStepConfig
 from fp8ctl.errors import MissingPackageError
-from fp8ctl.model.loss import cross_entropy_sum
+from fp8ctl.model.loss import default_chunk_tokens, linear_cross_entropy_sum
 from fp8ctl.model.shapes import hf_config
-from fp8ctl.model.transformer import Transformer
 
 _COMPILED_VARIANTS = 64
 
@@ -82,12 +81,9 @@ def _arm(
     """The loss of this project on somebody's hidden states [T, D]."""
 
     def loss() -> Tensor:
-        total = cross_entropy_sum(
-            hidden(),
-            lambda h_CD: functional.linear(h_CD, head_VD),
-            batch.labels_T,
-            chunk_tokens=Transformer.loss_chunk_tokens,
-        )
+        hidden_TD = hidden()
+        chunk_tokens = default_chunk_tokens(hidden_TD.device)
+        total = linear_cross_entropy_sum(hidden_TD, head_VD, batch.labels_T, chunk_tokens=chunk_tokens)
         return total / batch.num_labels
 
     return Arm(loss=loss, parameters=parameters, own_bytes=own_bytes, note=note)

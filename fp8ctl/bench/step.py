@@ -43,7 +43,6 @@ class Measured:
     status: str = "ok"
     """ok; oom; absent: what; failed: what; skipped: why."""
     arm: Arm | None = None
-    own_bytes: int = 0
     forward_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
@@ -94,12 +93,8 @@ def measure_steps(config: BenchStepConfig, on_progress: Progress) -> StepRun:
     total = len(plans) * (1 + config.rounds + int(config.profile))
     for number, measured in enumerate(run.arms):
         on_progress(number, total, f"building {measured.name}")
-        before = _allocated(clock)
         _guarded(measured, _build, config, weights, batch, te_layers)
         _guarded(measured, _turn, run, timed=0, steps=WARMUP_STEPS)
-        if measured.arm is not None:
-            own = measured.arm.own_bytes
-            measured.own_bytes = _allocated(clock) - before if own is None else own
     for number in range(config.rounds):
         turns = [run.arms[(number + i) % len(run.arms)] for i in range(len(run.arms))]
         run.order.append(tuple(m.name for m in turns if m.arm is not None))
@@ -188,7 +183,7 @@ def _turn(measured: Measured, run: StepRun, *, timed: int, steps: int) -> None:
     clock.wait()
     if clock.is_gpu:
         added = torch.cuda.max_memory_allocated() - before
-        measured.peak_bytes = max(measured.peak_bytes, added + (arm.own_bytes or measured.own_bytes))
+        measured.peak_bytes = max(measured.peak_bytes, added + arm.own_bytes)
     for begin, middle, end, after in marks:
         measured.forward_ms.append(clock.ms(begin, middle))
         measured.backward_ms.append(clock.ms(middle, end))

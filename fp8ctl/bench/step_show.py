@@ -82,7 +82,7 @@ def _row(m: Measured, run: StepRun) -> dict[str, Any]:
         "mfu": flops / ms * 1e3 / peak.flops if peak else None,
         "mfu_peak": peak.name if peak else None,
         "peak_memory_bytes": m.peak_bytes if run.clock.is_gpu else None,
-        "resident_memory_bytes": m.own_bytes if run.clock.is_gpu else None,
+        "resident_memory_bytes": m.arm.own_bytes if run.clock.is_gpu else None,
         "loss": m.loss,
         "fp8_flops_share": executed_fp8_share(m.arm),
         "note": m.arm.note,
