@@ -67,6 +67,20 @@ def test_decode_is_one_token_for_each_document():
     assert not documents(0, 0, 1).is_decode
 
 
+def test_views_into_one_buffer_give_the_same():
+    packed = torch.randn(20, (6 + 2 + 2) * 16, generator=torch.Generator().manual_seed(0))
+    q, k, v = (x.unflatten(1, (-1, 16)) for x in packed.split([96, 32, 32], dim=1))
+    docs = documents(0, 7, 20)
+    assert torch.equal(attention(q, k, v, docs), attention(q.contiguous(), k.contiguous(), v.contiguous(), docs))
+
+
+def test_row_tokens_is_the_length_that_all_documents_have():
+    assert documents(0, 20).row_tokens == 20
+    assert documents(0, 10, 20).row_tokens == 10
+    assert documents(0, 10, 19).row_tokens == 0
+    assert documents(0, 10, 10, 20).row_tokens == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ from fp8ctl.errors import ModelError
 from fp8ctl.model.fused import rotate
 from fp8ctl.model.hf import load_hf
 from fp8ctl.model.shapes import parameter_shapes
-from fp8ctl.model.transformer import RMSNorm, TiedHead, Transformer, rope_frequencies
+from fp8ctl.model.transformer import RMSNorm, TiedHead, Transformer, rope_frequencies, together
 
 
 def documents(*lengths, vocab=61):
@@ -158,6 +158,52 @@ def test_random_weights_follow_the_global_seed(shape):
     weight = first.model.layers[1].mlp.up_proj.weight
     assert weight.std().item() == pytest.approx(0.2, rel=0.1)
     assert torch.equal(first.model.norm.weight, torch.ones(32))
+
+
+class Joined(torch.nn.Linear):
+    """A linear that runs together with others, into one buffer."""
+
+    def forward_together(self, x, linears):
+        parts = [functional.linear(x, m.weight, m.bias) for m in linears]
+        return torch.cat(parts, dim=-1).split([p.shape[-1] for p in parts], dim=-1)
+
+
+def test_linears_that_know_how_run_together(model, pack):
+    x = torch.randn(5, 32)
+    linears = [torch.nn.Linear(32, n) for n in (8, 4)]
+    for part, linear in zip(together(x, *linears), linears, strict=True):
+        assert torch.equal(part, linear(x))
+    row = pack(*documents(30, 9))
+    joined = copy.deepcopy(model)
+    for block in joined.model.layers:
+        attention = block.self_attn
+        q_proj = Joined(32, attention.q_proj.out_features, bias=False)
+        q_proj.weight = attention.q_proj.weight
+        attention.q_proj = q_proj
+    with torch.no_grad():
+        assert torch.equal(joined(*row), model(*row))
+
+
+def test_a_block_leaves_its_last_addition_to_the_next_norm(model, pack):
+    """The stream and what is still to be added to it are the two halves of one value."""
+    halves = []
+    model.model.layers[0].register_forward_hook(lambda _module, _args, out: halves.append(out))
+    model.model.layers[1].register_forward_pre_hook(lambda _module, args: (args[0] + args[1], None, *args[2:]))
+    row = pack(*documents(20))
+    with torch.no_grad():
+        added_before = model(*row)
+        model.model.layers[1]._forward_pre_hooks.clear()
+        assert torch.equal(model(*row), added_before)
+    assert all(h.shape == (20, 32) for h in halves[0])
+
+
+def test_compile_kernels_reaches_every_module(model):
+    assert not model.compile_kernels
+    model.compile_kernels = True
+    blocks = model.model.layers
+    assert model.compile_kernels and all(b.mlp.compile_kernels and b.self_attn.compile_kernels for b in blocks)
+    model.compile_kernels = False
+    assert not blocks[0].input_layernorm.compile_kernels
 
 
 def test_norm_is_computed_in_fp32():
