@@ -18,6 +18,8 @@ COMPOSED = {
     ("train", "sft"): "train_sft",
     ("data", "prep"): "data_prep",
     ("eval",): "eval",
+    ("bench", "gemm"): "bench_gemm",
+    ("bench", "step"): "bench_step",
 }
 
 

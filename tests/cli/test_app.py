@@ -13,7 +13,7 @@ def fp8ctl(*words: str, cwd=None) -> subprocess.CompletedProcess[str]:
 def test_version_and_help() -> None:
     assert fp8ctl("--version").stdout.startswith("fp8ctl 0.")
     out = fp8ctl("--help").stdout
-    for command in ("doctor", "model", "data", "train", "monitor", "eval", "report", "export"):
+    for command in ("doctor", "model", "data", "train", "monitor", "eval", "bench", "report", "export"):
         assert command in out
 
 
