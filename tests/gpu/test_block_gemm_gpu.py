@@ -84,7 +84,7 @@ def test_sums_are_fp32(b_by: str) -> None:
     quantize_b = quantize_block if b_by == "block" else quantize_tile
     a, b = quantize_tile(normal(256, 65536, seed=1).abs()), quantize_b(normal(256, 65536, seed=2).abs())
     exact = dequantize(*a).double() @ dequantize(*b).double().t()
-    assert ((block_gemm(a, b, torch.float32).double() - exact) / exact).abs().max() < 2e-4
+    assert ((block_gemm(a, b, torch.float32).double() - exact) / exact).abs().max() < 1e-3
 
 
 def test_operands_as_quantisers_write_them() -> None:
