@@ -21,7 +21,8 @@ from fp8ctl.fp8.reference import Quantized, num_tiles
 
 # A constexpr, since kernels can't see other globals
 _SIDE = tl.constexpr(TILE)
-_LARGE_SHARED_MEMORY = 160 * 1024
+# Major compute capabilities with 227 KiB for a program; the others have 99, and a stage takes 32
+_WITH_LARGE_SHARED_MEMORY = (9, 10)
 _OUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
@@ -95,7 +96,7 @@ def _shape(m: int, n: int, device: torch.device) -> _Shape:
     if device.type != "cuda":
         return _Shape(16 if m <= 16 else 64, 64, 4, 1)
     properties = torch.cuda.get_device_properties(device)
-    stages = 4 if properties.shared_memory_per_block_optin >= _LARGE_SHARED_MEMORY else 2
+    stages = 4 if properties.major in _WITH_LARGE_SHARED_MEMORY else 2
     programs = triton.cdiv(m, 128) * triton.cdiv(n, 128)
     if m > 64 and programs >= properties.multi_processor_count:
         return _Shape(128, 128, 8, stages)
