@@ -133,8 +133,14 @@ def _four_codes(x, IS_E4M3: tl.constexpr):
     tokens_02, tokens_13 = tl.split(tl.reshape(tl.permute(x, (0, 2, 1)), (32, _WORDS, 2, 2)))
     x0, x2 = tl.split(tokens_02)
     x1, x3 = tl.split(tokens_13)
-    low, high = _two_codes(x0, x1, IS_E4M3), _two_codes(x2, x3, IS_E4M3)
-    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    if _IS_INTERPRETED:
+        low, high = _two_codes(x0, x1, IS_E4M3), _two_codes(x2, x3, IS_E4M3)
+        codes = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    else:
+        cvt: tl.constexpr = "cvt.rn.satfinite." + ("e4m3" if IS_E4M3 else "e5m2") + "x2.f32"
+        asm: tl.constexpr = "{ .reg .b16 a, b; " + cvt + " a, $2, $1; " + cvt + " b, $4, $3; mov.b32 $0, {a, b}; }"
+        codes = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
+    return codes
 
 
 @triton.jit
