@@ -33,7 +33,7 @@ def swiglu_quantize(
     Raises:
         ValueError: gu is something else.
     """
-    t, f = _sizes(gu_TF)
+    t, f = _sizes(gu_TF, multiple_of=16)
     padded_t = _pad(t, pad_to)
     codes = gu_TF.new_empty(padded_t, f, dtype=fmt.dtype)
     scale_inv = gu_TF.new_empty(num_tiles(f), padded_t, dtype=torch.float32)
@@ -71,9 +71,7 @@ def swiglu_backward_quantize(
     Raises:
         ValueError: gu or d_act is something else.
     """
-    t, f = _sizes(gu_TF, d_act_TF)
-    if f % TILE != 0:
-        raise ValueError(f"expected gate and up of a multiple of {TILE} columns each, got {f}")
+    t, f = _sizes(gu_TF, d_act_TF, multiple_of=TILE)
     assert pad_to % 4 == 0, "codes of four tokens are stored at a time"
     padded_t = _pad(t, pad_to)
     new = gu_TF.new_empty
@@ -108,7 +106,7 @@ def swiglu_backward_quantize(
 
 
 def swiglu_bf16(gu_TF: Tensor) -> Tensor:
-    """`reference.swiglu` of contiguous BF16 [T, 2F] on a GPU, F a multiple of 16: act [T, F]."""
+    """`reference.swiglu` of contiguous BF16 [T, 2F] on a GPU: act [T, F]."""
     t, f = _sizes(gu_TF)
     act_TF = gu_TF.new_empty(t, f)
     if t > 0:
@@ -129,14 +127,14 @@ def swiglu_backward_bf16(gu_TF: Tensor, d_act_TF: Tensor) -> tuple[Tensor, Tenso
     return d_gu_TF, act_TF
 
 
-def _sizes(gu: Tensor, d_act: Tensor | None = None) -> tuple[int, int]:
+def _sizes(gu: Tensor, d_act: Tensor | None = None, *, multiple_of: int = 1) -> tuple[int, int]:
     """(T, F)."""
-    if gu.dim() != 2 or gu.dtype != torch.bfloat16 or gu.shape[1] % 32 != 0 or not gu.is_contiguous():
+    if gu.dim() != 2 or gu.dtype != torch.bfloat16 or gu.shape[1] % 2 != 0 or not gu.is_contiguous():
         found = f"{gu.dtype} of shape {tuple(gu.shape)}, strides {gu.stride()}"
-        raise ValueError(
-            f"expected gate and up as one contiguous bfloat16 matrix [T, 2F], F a multiple of 16, got {found}"
-        )
+        raise ValueError(f"expected gate and up as one contiguous bfloat16 matrix [T, 2F], got {found}")
     t, f = gu.shape[0], gu.shape[1] // 2
+    if f % multiple_of != 0:
+        raise ValueError(f"expected gate and up of a multiple of {multiple_of} columns each, got {f}")
     if d_act is not None and (d_act.shape != (t, f) or d_act.dtype != gu.dtype or not d_act.is_contiguous()):
         found = f"{d_act.dtype} of shape {tuple(d_act.shape)}, strides {d_act.stride()}"
         raise ValueError(f"expected the gradient as a contiguous bfloat16 matrix {(t, f)}, got {found}")

@@ -71,7 +71,7 @@ def padded(x: torch.Tensor, pad_to: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % pad_to))
 
 
-@pytest.mark.parametrize("size", [(130, 144), (1, 16)], ids=str)
+@pytest.mark.parametrize("size", [(130, 144), (1, 16), (5, 27)], ids=str)
 def test_bf16_kernels_compute_the_formula(size: tuple[int, int]) -> None:
     from fp8ctl.fp8.swiglu import swiglu_backward_bf16, swiglu_bf16
 
@@ -138,9 +138,11 @@ def test_what_is_refused() -> None:
     from fp8ctl.fp8 import swiglu
 
     gu, d_act = torch.zeros(4, 288, dtype=torch.bfloat16), torch.zeros(4, 144, dtype=torch.bfloat16)
-    for wrong in (gu.float(), gu[:, :272], gu[0], gu.t().contiguous().t()):
+    for wrong in (gu.float(), gu[:, :272], gu[0], gu.t().contiguous().t(), gu[:, :255].contiguous()):
         with pytest.raises(ValueError, match="expected gate and up as one contiguous bfloat16 matrix"):
             swiglu.swiglu_quantize(wrong)
+    with pytest.raises(ValueError, match="expected gate and up of a multiple of 16 columns each, got 136"):
+        swiglu.swiglu_quantize(gu[:, :272].contiguous())
     with pytest.raises(ValueError, match=r"expected the gradient as a contiguous bfloat16 matrix \(4, 144\)"):
         swiglu.swiglu_backward_bf16(gu, d_act[:, :128])
     with pytest.raises(ValueError, match="expected gate and up of a multiple of 128 columns each, got 144"):

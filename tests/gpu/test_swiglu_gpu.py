@@ -49,7 +49,7 @@ def padded(x: torch.Tensor, pad_to: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % pad_to))
 
 
-@pytest.mark.parametrize("size", [(2048, 8960), (130, 144), (1, 16)], ids=str)
+@pytest.mark.parametrize("size", [(2048, 8960), (130, 144), (1, 16), (5, 27)], ids=str)
 def test_bf16_kernels_compute_the_formula(size: tuple[int, int]) -> None:
     from fp8ctl.fp8.swiglu import swiglu_backward_bf16, swiglu_bf16
 
