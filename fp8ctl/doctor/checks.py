@@ -46,6 +46,7 @@ CHECKS = (
     Check("Triton", "gpu:triton", "gpu", "see the C compiler's line; reinstall the Triton that torch asks for", rests_on="torch"),
     Check("cuDNN attention", "gpu:cudnn_attention", "gpu", _OTHER_ATTENTION, rests_on="torch"),
     Check("flash varlen", "gpu:flash_varlen", "gpu", _OTHER_ATTENTION, rests_on="torch"),
+    Check("attention", "gpu:attention_choice", "gpu", _OTHER_ATTENTION, rests_on="torch"),
     Check("gloo", "software:gloo", "gpu", "make the host's own name resolve, or set GLOO_SOCKET_IFNAME=lo", True, "torch"),
     Check("NCCL", "gpu:nccl", "gpu", "run again with NCCL_DEBUG=WARN to see NCCL's own words", rests_on="torch"),
     Check("deepspeed", "software:deepspeed", "packages", needed=True, rests_on="torch"),

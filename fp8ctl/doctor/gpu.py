@@ -218,37 +218,41 @@ def triton() -> Answer:
 def cudnn_attention() -> Answer:
     """cuDNN's attention, forward and backward, with four query heads on each key/value head."""
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from fp8ctl.model.attention import cudnn_rows
 
     if skipped := _why_skipped():
         return skipped
-
-    def run(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_TKH, v_TKH))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.squeeze(0).transpose(0, 1)
-
     number = torch.backends.cudnn.version() or 0
-    return _judge_attention(run, (256,), f"cuDNN {number // 10000}.{number % 10000 // 100}.{number % 100}")
+    name = f"cuDNN {number // 10000}.{number % 10000 // 100}.{number % 100}"
+    return _judge_attention(lambda q, k, v: cudnn_rows(q, k, v, 256), (256,), name)
 
 
 def flash_varlen() -> Answer:
     """FlashAttention over two packed documents of different lengths, forward and backward."""
     import torch
 
+    from fp8ctl.model.attention import Documents, flash
+
     if skipped := _why_skipped():
         return skipped
-    from torch.nn.attention.varlen import varlen_attn
+    bounds = (0, 100, 256)
+    documents = Documents(torch.tensor(bounds, dtype=torch.int32, device="cuda"), bounds, 156)
+    return _judge_attention(lambda q, k, v: flash(q, k, v, documents), (100, 156), "documents of 100 and 156 tokens")
 
-    def run(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-        ends = torch.tensor([0, 100, 256], dtype=torch.int32, device="cuda")
-        k_TNH, v_TNH = (x.repeat_interleave(4, dim=1) for x in (k_TKH, v_TKH))
-        out = varlen_attn(q_TNH, k_TNH, v_TNH, ends, ends, 156, 156, window_size=(-1, 0))
-        assert isinstance(out, torch.Tensor), "a pair only when asked for"
-        return out
 
-    return _judge_attention(run, (100, 156), "documents of 100 and 156 tokens")
+def attention_choice() -> Answer:
+    """What `engine.attention=auto` takes here, for heads like those of most models."""
+    from fp8ctl.errors import ModelError
+    from fp8ctl.model.attention_choice import choose_attention
+
+    if skipped := _why_skipped():
+        return skipped
+    try:
+        chosen = choose_attention("auto", head_size=128, num_heads=8, num_kv_heads=2, device="cuda")
+    except ModelError as e:
+        return Answer("broken", e.message, e.hint or "")
+    return Answer("ok", f"engine.attention=auto takes {chosen.name}: {chosen.reason}")
 
 
 def _judge_attention(

@@ -159,14 +159,14 @@ def torchao() -> Answer:
 
 
 def liger_kernel() -> Answer:
-    """Fused kernels that arms of the benchmark may use."""
-    return _arm("liger_kernel", "liger-kernel", "hf and torchao-*")
+    """Fused kernels of others, for comparisons of one's own: nothing here needs them."""
+    if version("liger-kernel") is None:
+        return Answer("note", "not installed, and nothing needs it: all arms have the same loss head")
+    return package("liger_kernel", "liger-kernel", "pip uninstall liger-kernel (nothing needs it)")
 
 
 def _arm(module: str, distribution: str, arms: str) -> Answer:
     absent = f"not installed: `fp8ctl bench step` leaves out {arms}"
-    if module == "liger_kernel":
-        absent = f"not installed: `fp8ctl bench step` runs {arms} with their own loss"
     return package(
         module, distribution, f"pip install {distribution} (for the benchmark's comparison only)", absent=absent
     )

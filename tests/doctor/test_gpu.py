@@ -13,11 +13,14 @@ import torch
 from fp8ctl.doctor import gpu, software
 from fp8ctl.doctor.finding import Answer
 from fp8ctl.doctor.machine import Driver
+from fp8ctl.errors import ModelError
 from fp8ctl.fp8.reference import Quantized, quantize_tile
+from fp8ctl.model.attention_choice import AttentionChoice
 
 GIB = 1 << 30
 CHECKS_OF_A_GPU = (
-    gpu.capability, gpu.cublas_block, gpu.cublas_row, gpu.cublas_tensor, gpu.cudnn_attention, gpu.flash_varlen, gpu.nccl,
+    gpu.capability, gpu.cublas_block, gpu.cublas_row, gpu.cublas_tensor,
+    gpu.cudnn_attention, gpu.flash_varlen, gpu.attention_choice, gpu.nccl,
 )  # fmt: skip
 
 
@@ -212,6 +215,24 @@ def test_attention_is_compared_forward_and_backward() -> None:
     assert min(gpu.attention_errors(attend, (100, 156), "cpu").values()) > 0.1
 
 
+def test_the_choice_of_attention_is_told(machine, monkeypatch) -> None:
+    machine((9, 0))
+
+    def choose(asked: str, **heads: object) -> AttentionChoice:
+        return AttentionChoice("cudnn+flash", f"{asked} on {heads['device']}")
+
+    monkeypatch.setattr("fp8ctl.model.attention_choice.choose_attention", choose)
+    assert gpu.attention_choice() == Answer("ok", "engine.attention=auto takes cudnn+flash: auto on cuda")
+
+    def refuse(asked: str, **heads: object) -> AttentionChoice:
+        raise ModelError("no fast attention", "engine.attention=any takes PyTorch's slower kernels")
+
+    monkeypatch.setattr("fp8ctl.model.attention_choice.choose_attention", refuse)
+    assert gpu.attention_choice() == Answer(
+        "broken", "no fast attention", "engine.attention=any takes PyTorch's slower kernels"
+    )
+
+
 def test_attention_is_judged_by_its_errors(machine, monkeypatch) -> None:
     machine((9, 0))
     errors = {"the output": 0.0021, "the gradient of q": 0.004}
@@ -219,6 +240,7 @@ def test_attention_is_judged_by_its_errors(machine, monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     good = "forward and backward with grouped heads ran right, largest error 0.004"
     assert gpu.cudnn_attention() == Answer("ok", f"cuDNN 9.19.0: {good}")
+    monkeypatch.setattr(torch, "tensor", lambda x, dtype, device: x)  # the real one would ask for a GPU
     assert gpu.flash_varlen() == Answer("ok", f"documents of 100 and 156 tokens: {good}")
     errors["the gradient of q"] = float("nan")
     assert gpu.cudnn_attention() == Answer(

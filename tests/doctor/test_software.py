@@ -107,11 +107,6 @@ def test_hydra_composes_and_names_a_wrong_antlr(versions, imports) -> None:
             "pip install transformers (for the benchmark's comparison only)",
         ),
         (software.torchao, {"torchao": "0.18.0"}, "pip install torchao (for the benchmark's comparison only)"),
-        (
-            software.liger_kernel,
-            {"liger_kernel": "0.8.5"},
-            "pip install liger-kernel (for the benchmark's comparison only)",
-        ),
     ],
 )
 def test_packages_are_there_absent_or_broken(versions, imports, check, installed, fix) -> None:
@@ -136,7 +131,17 @@ def test_absent_arms_say_what_the_benchmark_does_without(versions) -> None:
     assert software.torchao().detail == (
         "not installed: `fp8ctl bench step` leaves out torchao-tensorwise and torchao-rowwise"
     )
-    assert "with their own loss" in software.liger_kernel().detail
+    assert software.liger_kernel() == Answer(
+        "note", "not installed, and nothing needs it: all arms have the same loss head"
+    )
+
+
+def test_a_broken_liger_is_named_though_nothing_needs_it(versions, imports) -> None:
+    versions(liger_kernel="0.8.5")
+    imports(None)
+    assert software.liger_kernel() == Answer("ok", "0.8.5")
+    imports(ImportError("triton"))
+    assert software.liger_kernel().fix == "pip uninstall liger-kernel (nothing needs it)"
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def test_everything_of_the_gpu_is_ok_on_hopper(real) -> None:
     by_name = {f["name"]: f for f in real["findings"]}
     names = [
         "GPU", "compute capability", "driver", "cuBLASLt by block", "cuBLASLt by row", "cuBLASLt by tensor", "Triton",
-        "cuDNN attention", "flash varlen", "NCCL", "gloo", "C compiler",
+        "cuDNN attention", "flash varlen", "attention", "NCCL", "gloo", "C compiler",
     ]  # fmt: skip
     assert {
         name: (by_name[name]["state"], by_name[name]["detail"]) for name in names if by_name[name]["state"] != "ok"
@@ -67,7 +67,7 @@ def test_scaled_mm_is_as_exact_as_bf16_results_are(kind) -> None:
     assert 0.001 < gpu.scaled_mm_error(kind, "cuda") < 0.003
 
 
-@pytest.mark.parametrize("check", [gpu.cudnn_attention, gpu.flash_varlen, gpu.triton, gpu.nccl])
+@pytest.mark.parametrize("check", [gpu.cudnn_attention, gpu.flash_varlen, gpu.attention_choice, gpu.triton, gpu.nccl])
 def test_checks_answer_in_this_process_too(check) -> None:
     answer = check()
     assert answer.state == "ok", answer
