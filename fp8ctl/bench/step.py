@@ -181,7 +181,7 @@ def _turn(measured: Measured, run: StepRun, *, timed: int, steps: int) -> None:
         torch.cuda.reset_peak_memory_stats()
     marks = [_step(arm, clock, measured) for _ in range(steps)][steps - timed :]
     clock.wait()
-    if clock.is_gpu:
+    if clock.is_gpu and timed:  # the first turn creates an optimizer's state, which is among the arm's own bytes
         added = torch.cuda.max_memory_allocated() - before
         measured.peak_bytes = max(measured.peak_bytes, added + arm.own_bytes)
     for begin, middle, end, after in marks:
@@ -213,7 +213,7 @@ def _step(arm: Arm, clock: Clock, measured: Measured | None = None) -> tuple[Any
 
 def _kernels(measured: Measured, run: StepRun) -> None:
     arm = measured.arm
-    if arm is None or arm.model is None:
+    if arm is None:
         return
     arm.enter()
     _step(arm, run.clock)

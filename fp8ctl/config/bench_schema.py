@@ -65,7 +65,7 @@ class BenchStepConfig(Settings):
     optimizer: bool = False
     """Time AdamW with FP32 masters and moments too, for the arms of this project's own model."""
     profile: bool = False
-    """After the rounds: which kernels take the time of one step, for the arms of this project's own model."""
+    """After the rounds: which kernels take the time of one step of each arm (GPU)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU where there is one."""
     seed: int = 1236
