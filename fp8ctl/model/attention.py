@@ -152,15 +152,16 @@ def flash(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, documents: Documents) -> 
     """All documents in one kernel of FlashAttention. Gives [T, N, H]."""
     from torch.nn.attention.varlen import varlen_attn  # needs a PyTorch built for CUDA
 
-    longest = documents.max_seqlen
+    cu_keylens, longest = documents.cu_seqlens, documents.max_seqlen
     if documents.starts:
+        cu_keylens = documents.cu_keylens
         longest = max(b - a for a, b in pairwise(documents.key_bounds))
     out_TNH = varlen_attn(
         q_TNH,
         k_SKH,
         v_SKH,
         documents.cu_seqlens,
-        documents.cu_keylens,
+        cu_keylens,
         documents.max_seqlen,
         longest,
         window_size=(-1, 0),

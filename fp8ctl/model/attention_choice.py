@@ -64,7 +64,7 @@ def choose_attention(
         if torch.cuda.get_device_capability(device)[0] == _HOPPER:
             why = "cuDNN for rows full of equal documents (fastest on Hopper), FlashAttention for different lengths"
             wanted.insert(0, ("cudnn+flash", why))
-    failures = []
+    failures: list[str] = []
     for kind, reason in wanted:
         failure = try_attention(kind, heads, device, dtype)
         if failure is None:

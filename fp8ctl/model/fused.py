@@ -23,7 +23,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, compiled: bool = False) -> Te
     """RMSNorm, x / sqrt(mean(x^2) + eps) * weight over the last dimension; shape and dtype of x."""
     if compiled and _may_compile(_norm, x, weight, eps):
         return _run(_norm, x, weight, eps)  # type: ignore[no-any-return]
-    return functional.rms_norm(x, weight.shape, weight, eps)
+    return _plain_norm(x, weight, eps)
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, compiled: bool = False) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, compiled: 
     if compiled and _may_compile(_add_norm, x, delta, weight, eps):
         return _run(_add_norm, x, delta, weight, eps)  # type: ignore[no-any-return]
     total = x + delta
-    return total, functional.rms_norm(total, weight.shape, weight, eps)
+    return total, _plain_norm(total, weight, eps)
 
 
 def rotate(x_TNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
@@ -56,6 +56,12 @@ def silu_mul(gate: Tensor, up: Tensor, *, compiled: bool = False) -> Tensor:
         return _run(_silu_mul, gate, up)  # type: ignore[no-any-return]
     product: Tensor = _SiluMul.apply(gate, up)
     return product
+
+
+def _plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    # A view, so that the gradients of the norm's steps are summed before that of the residual stream joins them: the
+    # same order, and the same bits, wherever x was made
+    return functional.rms_norm(x.view_as(x), weight.shape, weight, eps)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -159,6 +159,7 @@ def _head_pass(
                 d_weight_VD.addmm_(logits_CV.t(), hidden_CD)
             _count(counter, "wgrad", size)
         begin += len(labels_C)
+        del logits_CV  # or the next chunk's would exist beside them
     return loss, d_hidden_TD, d_weight_VD
 
 

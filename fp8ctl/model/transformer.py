@@ -280,7 +280,10 @@ class Transformer(nn.Module):
             starts = tuple(position_ids_T[cu_seqlens[:-1].long()].tolist())
             return Documents(cu_seqlens, bounds, max_seqlen, starts, "flash")
         # A power of two: few values, since some kernels are planned or compiled anew for each
-        return Documents(cu_seqlens, bounds, 1 << max(max_seqlen - 1, 0).bit_length(), (), self.attention_kind)
+        longest = 1 << max(max_seqlen - 1, 0).bit_length()
+        documents = Documents(cu_seqlens, bounds, longest, (), self.attention_kind)
+        _ = documents.row_tokens  # worked out here, outside of what may be compiled
+        return documents
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, D] -> [T, V] in the dtype of the model."""
