@@ -170,12 +170,12 @@ def _(
         ys = [x_MK.new_empty(m, n) for n in ([sum(widths)] if join else widths)]
     if keeps in ("nothing", "input"):
         return ys
-    from fp8ctl.fp8 import native
+    from fp8ctl.fp8 import kernels, native
 
     if keeps == "tile":
-        return [*ys, *native.empty_tiles(x_MK, k, m, E4M3)]
+        return [*ys, *kernels.empty_tiles(x_MK, k, m, E4M3, native.PAD_TO)]
     if keeps == "block":
-        return [*ys, *native.empty_blocks(x_MK, k, m)]
+        return [*ys, *kernels.empty_blocks(x_MK, k, m, E4M3, native.PAD_TO)]
     codes = x_MK.new_empty(native.pad(k), native.pad(m), dtype=E4M3.dtype)
     return [*ys, codes, x_MK.new_empty(native.pad(k) if keeps == "row" else 1, 1, dtype=torch.float32)]
 

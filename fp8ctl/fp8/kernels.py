@@ -1,48 +1,65 @@
-"""The quantisers of `reference.py` as Triton kernels: same names, same signatures, equal to it bit for bit.
+"""The quantisers of `reference.py` on a GPU: same names, same bits; and the layouts that GEMMs want.
 
-A program reads one 128x128 square once. `quantize_tile_both` writes it quantised by tiles along its rows and, transposed,
-along its columns: the operands of a linear's dgrad and wgrad (or fprop and wgrad) for one read of the matrix.
+`quantize_tile_both` and the like read a matrix once and write it by its rows and, transposed, by its columns: the operands of a
+linear's dgrad and wgrad (or fprop and wgrad).
 
-How the bits agree with the specification: amax is the maximum of magnitudes as integers, exponents of scales come from
-those bits, FP32 scales from divisions rounded to nearest (`div_rn`, a plain `/` is approximate on a GPU), values are
-clamped before the cast and inf and NaN get the NaN code by hand.
-
-Outputs may be larger than the input (`pad_to`, for GEMMs that want multiples of 16): what lies outside is code 0 with
-scale_inv 1. scale_inv of tiles is stored as GEMMs read it, tile by tile ([B, M] in memory), and handed out transposed.
+Codes may be larger than the input (`pad_to`, for GEMMs that want multiples of 16): what lies outside is code 0 with scale_inv 1.
+Scales lie in memory as cuBLAS reads them: those of tiles tile by tile ([B, R], handed out transposed); those of blocks in rows of
+a multiple of 4. `out` writes into parts of larger matrices (see `Room`), so that operands of joined linears need no copy.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from fp8ctl.fp8.formats import E4M3, TILE, Fp8Format, ScaleKind
+from fp8ctl.fp8 import generic_kernels, reference, square_kernels
+from fp8ctl.fp8.formats import E4M3, TILE, Fp8Format, ScaleKind, scales
 from fp8ctl.fp8.reference import Quantized, num_tiles
 
-_NUM_WARPS = 4
-# A constexpr, since kernels can't see other globals
-_SIDE = tl.constexpr(TILE)
+_SCALES_PAD_TO = 4
+_GENERIC_WARPS = 4
+_SQUARE_WARPS = 8
+
+Room = Quantized
+"""Where to write: views of codes and scales, whose rows may lie apart, for a part whose sides are multiples of 128 in the joined
+dimension."""
 
 
 def quantize_tile(x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, pad_to: int = 1) -> Quantized:
     """`reference.quantize_tile` for a contiguous matrix, its dimensions padded to a multiple of pad_to."""
-    return _tiles(x_MK, fmt, scale_kind, pad_to, rows=True, columns=False)[0]
-
-
-def quantize_tile_both(
-    x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, pad_to: int = 1
-) -> tuple[Quantized, Quantized]:
-    """(`quantize_tile(x)`, `quantize_tile(x.t())`) from one read; codes are contiguous [M, K] and [K, M]."""
-    return _tiles(x_MK, fmt, scale_kind, pad_to, rows=True, columns=True)
+    m, k = _sizes(x_MK)
+    rows = empty_tiles(x_MK, m, k, fmt, pad_to)
+    _tiles(x_MK, fmt, scale_kind, pad_to, rows, None)
+    return rows
 
 
 def quantize_tile_transposed(
     x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, pad_to: int = 1
 ) -> Quantized:
     """`quantize_tile(x.t())` without transposing x first; codes are contiguous [K, M]."""
-    return _tiles(x_MK, fmt, scale_kind, pad_to, rows=False, columns=True)[1]
+    m, k = _sizes(x_MK)
+    columns = empty_tiles(x_MK, k, m, fmt, pad_to)
+    _tiles(x_MK, fmt, scale_kind, pad_to, None, columns)
+    return columns
+
+
+def quantize_tile_both(
+    x_MK: Tensor,
+    fmt: Fp8Format = E4M3,
+    scale_kind: ScaleKind = "pow2",
+    *,
+    pad_to: int = 1,
+    out: tuple[Room, Room] | None = None,
+) -> tuple[Quantized, Quantized]:
+    """(`quantize_tile(x)`, `quantize_tile(x.t())`) from one read; codes are contiguous [M, K] and [K, M], or in `out`."""
+    m, k = _sizes(x_MK)
+    rows, columns = out or (empty_tiles(x_MK, m, k, fmt, pad_to), empty_tiles(x_MK, k, m, fmt, pad_to))
+    _tiles(x_MK, fmt, scale_kind, pad_to, rows, columns)
+    return rows, columns
 
 
 def quantize_block(
@@ -52,73 +69,246 @@ def quantize_block(
     *,
     transposed: bool = False,
     pad_to: int = 1,
+    out: Room | None = None,
 ) -> Quantized:
-    """`reference.quantize_block` of a contiguous matrix; with `transposed` its `.t()`, codes contiguous [K, N]."""
-    _check(w_NK)
-    rows, columns = w_NK.shape
-    out_rows, out_columns = (columns, rows) if transposed else (rows, columns)
-    codes = _empty_codes(w_NK, out_rows, out_columns, fmt, pad_to)
-    scale_inv = w_NK.new_empty(num_tiles(out_rows), num_tiles(out_columns), dtype=torch.float32)
-    if w_NK.numel() > 0:
-        _quantize_block[(num_tiles(rows) * num_tiles(columns),)](
-            w_NK,
-            codes.view(torch.uint8),
-            scale_inv,
-            rows,
-            columns,
-            codes.shape[1 if transposed else 0],
-            codes.shape[0 if transposed else 1],
-            scale_inv.shape[1],
+    """`reference.quantize_block` of a contiguous matrix; with `transposed` its `.t()`, codes contiguous [K, N], or in `out`."""
+    n, k = _sizes(w_NK)
+    q = out or (empty_blocks(w_NK, k, n, fmt, pad_to) if transposed else empty_blocks(w_NK, n, k, fmt, pad_to))
+    if w_NK.numel() == 0:
+        return q
+    if _fills_squares(w_NK, pad_to):
+        square_kernels.blocks[_grid(w_NK)](
+            w_NK.view(torch.int32),
+            q.codes.view(torch.uint8),
+            q.codes.stride(0),
+            q.scale_inv,
+            q.scale_inv.stride(0),
+            n,
+            _pad(n, pad_to),
+            k,
             TRANSPOSED=transposed,
-            IS_EVEN=_is_even(rows, columns),
-            **_constants(fmt, scale_kind),
+            IS_EVEN=n % TILE == 0,
+            IS_E4M3=fmt.name == "e4m3",
+            IS_POW2=scale_kind == "pow2",
+            num_warps=_SQUARE_WARPS,
         )
-    return Quantized(codes, scale_inv)
+        return q
+    whole = q if out is None else empty_blocks(w_NK, *((k, n) if transposed else (n, k)), fmt, pad_to)
+    generic_kernels.blocks[_grid(w_NK)](
+        w_NK,
+        whole.codes.view(torch.uint8),
+        whole.scale_inv,
+        n,
+        k,
+        _pad(n, pad_to),
+        _pad(k, pad_to),
+        whole.scale_inv.stride(0),
+        TRANSPOSED=transposed,
+        IS_EVEN=_is_even(w_NK),
+        **_constants(fmt, scale_kind),
+    )
+    return q if whole is q else _copy(whole, q)
+
+
+def transpose_block(w_NK: Quantized) -> Quantized:
+    """A matrix by blocks (or with one scale) transposed, codes contiguous [K, N]; both sides multiples of 16."""
+    codes, scale_inv = w_NK
+    n, k = codes.shape
+    if scale_inv.numel() == 1:
+        turned_scale_inv = scale_inv
+    else:
+        length = _pad(scale_inv.shape[0], _SCALES_PAD_TO)
+        turned_scale_inv = scale_inv.new_ones(scale_inv.shape[1], length)[:, : scale_inv.shape[0]].copy_(scale_inv.t())
+    turned = torch.empty_like(codes, memory_format=torch.contiguous_format).view(k, n)
+    if codes.numel() > 0:
+        grid = (num_tiles(n) * num_tiles(k),)
+        square_kernels.transposed[grid](codes.view(torch.uint8), turned.view(torch.uint8), n, k, num_warps=_SQUARE_WARPS)
+    return Quantized(turned, turned_scale_inv)
+
+
+class Directions(NamedTuple):
+    """A matrix as its rows read it and, transposed, as its columns do; None for one that was not asked for."""
+
+    rows: Quantized | None
+    columns: Quantized | None
+
+
+def quantize_row(
+    x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, rows: bool, columns: bool, pad_to: int = 1
+) -> Directions:
+    """`reference.quantize_row` of a contiguous x and of x.t(): two reads of x, one for amax."""
+    return _with_given_scales(x_MK, fmt, scale_kind, rows, columns, pad_to, by_tensor=False)
+
+
+def quantize_tensor(
+    x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, rows: bool, columns: bool, pad_to: int = 1
+) -> Directions:
+    """`reference.quantize_tensor` of a contiguous x and of x.t(): two reads of x, one for amax."""
+    return _with_given_scales(x_MK, fmt, scale_kind, rows, columns, pad_to, by_tensor=True)
+
+
+def empty_tiles(like: Tensor, rows: int, columns: int, fmt: Fp8Format = E4M3, pad_to: int = 1) -> Quantized:
+    """Room for a matrix by tiles."""
+    codes = like.new_empty(_pad(rows, pad_to), _pad(columns, pad_to), dtype=fmt.dtype)
+    return Quantized(codes, like.new_empty(num_tiles(columns), codes.shape[0], dtype=torch.float32).t())
+
+
+def empty_blocks(like: Tensor, rows: int, columns: int, fmt: Fp8Format = E4M3, pad_to: int = 1) -> Quantized:
+    """Room for a matrix by blocks."""
+    codes = like.new_empty(_pad(rows, pad_to), _pad(columns, pad_to), dtype=fmt.dtype)
+    length = _pad(num_tiles(columns), _SCALES_PAD_TO)
+    return Quantized(codes, like.new_ones(num_tiles(rows), length, dtype=torch.float32)[:, : num_tiles(columns)])
 
 
 def _tiles(
-    x_MK: Tensor, fmt: Fp8Format, scale_kind: ScaleKind, pad_to: int, *, rows: bool, columns: bool
-) -> tuple[Quantized, Quantized]:
-    """Both directions; one that is not asked for comes back as an empty matrix."""
-    _check(x_MK)
+    x_MK: Tensor, fmt: Fp8Format, scale_kind: ScaleKind, pad_to: int, rows: Room | None, columns: Room | None
+) -> None:
+    """Writes the directions that have room."""
     m, k = x_MK.shape
-    along_rows = _empty_codes(x_MK, m, k, fmt, pad_to) if rows else x_MK.new_empty(0, 0, dtype=fmt.dtype)
-    along_columns = _empty_codes(x_MK, k, m, fmt, pad_to) if columns else x_MK.new_empty(0, 0, dtype=fmt.dtype)
-    row_scale_inv = x_MK.new_empty(num_tiles(k), along_rows.shape[0], dtype=torch.float32)
-    column_scale_inv = x_MK.new_empty(num_tiles(m), along_columns.shape[0], dtype=torch.float32)
-    if x_MK.numel() > 0:
-        _quantize_tile[(num_tiles(m) * num_tiles(k),)](
-            x_MK,
-            along_rows.view(torch.uint8),
-            row_scale_inv,
-            along_columns.view(torch.uint8),
-            column_scale_inv,
+    if x_MK.numel() == 0:
+        return
+    if _fills_squares(x_MK, pad_to):
+        nowhere = x_MK  # a pointer that no code uses
+        square_kernels.tiles[_grid(x_MK)](
+            x_MK.view(torch.int32),
+            nowhere if rows is None else rows.codes.view(torch.uint8),
+            0 if rows is None else rows.codes.stride(0),
+            nowhere if rows is None else rows.scale_inv,
+            0 if rows is None else rows.scale_inv.stride(1),
+            nowhere if columns is None else columns.codes.view(torch.uint8),
+            0 if columns is None else columns.codes.stride(0),
+            nowhere if columns is None else columns.scale_inv,
+            0 if columns is None else columns.scale_inv.stride(1),
             m,
+            _pad(m, pad_to),
             k,
-            -(-m // pad_to) * pad_to,
-            -(-k // pad_to) * pad_to,
-            ROWS=rows,
-            COLUMNS=columns,
-            IS_EVEN=_is_even(m, k),
-            **_constants(fmt, scale_kind),
+            ROWS=rows is not None,
+            COLUMNS=columns is not None,
+            IS_EVEN=m % TILE == 0,
+            IS_E4M3=fmt.name == "e4m3",
+            IS_POW2=scale_kind == "pow2",
+            num_warps=_SQUARE_WARPS,
         )
-    return Quantized(along_rows, row_scale_inv.t()), Quantized(along_columns, column_scale_inv.t())
+        return
+    whole_rows = None if rows is None else empty_tiles(x_MK, m, k, fmt, pad_to)
+    whole_columns = None if columns is None else empty_tiles(x_MK, k, m, fmt, pad_to)
+    none = empty_tiles(x_MK, 0, 0, fmt)
+    into_rows, into_columns = whole_rows or none, whole_columns or none
+    generic_kernels.tiles[_grid(x_MK)](
+        x_MK,
+        into_rows.codes.view(torch.uint8),
+        into_rows.scale_inv,
+        into_columns.codes.view(torch.uint8),
+        into_columns.scale_inv,
+        m,
+        k,
+        _pad(m, pad_to),
+        _pad(k, pad_to),
+        ROWS=rows is not None,
+        COLUMNS=columns is not None,
+        IS_EVEN=_is_even(x_MK),
+        **_constants(fmt, scale_kind),
+    )
+    for whole, room in ((whole_rows, rows), (whole_columns, columns)):
+        if whole is not None and room is not None:
+            _copy(whole, room)
 
 
-def _check(x: Tensor) -> None:
+def _with_given_scales(
+    x_MK: Tensor, fmt: Fp8Format, scale_kind: ScaleKind, rows: bool, columns: bool, pad_to: int, *, by_tensor: bool
+) -> Directions:
+    m, k = _sizes(x_MK)
+    if x_MK.numel() == 0 or not _fills_squares(x_MK, pad_to):
+        quantize = reference.quantize_tensor if by_tensor else reference.quantize_row
+        return Directions(
+            _padded(quantize(x_MK, fmt, scale_kind), pad_to) if rows else None,
+            _padded(quantize(x_MK.t(), fmt, scale_kind), pad_to) if columns else None,
+        )
+    row_amax, column_amax = _largest(x_MK, rows and not by_tensor, columns and not by_tensor)
+    row_scale, row_scale_inv = scales(row_amax, fmt, scale_kind)
+    column_scale, column_scale_inv = scales(column_amax, fmt, scale_kind)
+    row_codes = x_MK.new_empty(_pad(m, pad_to) if rows else 0, k, dtype=fmt.dtype)
+    codes = x_MK.new_empty(k if columns else 0, _pad(m, pad_to), dtype=fmt.dtype)
+    square_kernels.scaled[_grid(x_MK)](
+        x_MK.view(torch.int32),
+        row_codes.view(torch.uint8),
+        k,
+        codes.view(torch.uint8),
+        codes.stride(0),
+        row_scale,
+        column_scale,
+        m,
+        _pad(m, pad_to),
+        k,
+        ROWS=rows,
+        COLUMNS=columns,
+        BY_TENSOR=by_tensor,
+        IS_EVEN=m % TILE == 0,
+        IS_E4M3=fmt.name == "e4m3",
+        num_warps=_SQUARE_WARPS,
+    )
+    if by_tensor:
+        one = row_scale_inv.view(1, 1)
+        return Directions(Quantized(row_codes, one) if rows else None, Quantized(codes, one) if columns else None)
+    missing = row_codes.shape[0] - m if rows else 0
+    whole = torch.nn.functional.pad(row_scale_inv, (0, missing), value=1.0)[:, None]
+    return Directions(
+        Quantized(row_codes, whole) if rows else None, Quantized(codes, column_scale_inv[:, None]) if columns else None
+    )
+
+
+def _largest(x_MK: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """(amax of rows [M] or of everything [], amax of columns [K]) in FP32 over finite values; unasked ones are of size 0."""
+    m, k = x_MK.shape
+    by_tensor = not (rows or columns)
+    squares = num_tiles(m) * num_tiles(k)
+    row_parts = x_MK.new_empty(squares if by_tensor else num_tiles(k), *(() if by_tensor else (m,)), dtype=torch.float32)
+    column_parts = x_MK.new_empty(num_tiles(m), k if columns else 0, dtype=torch.float32)
+    square_kernels.largest[_grid(x_MK)](
+        x_MK.view(torch.int32),
+        row_parts,
+        column_parts,
+        m,
+        k,
+        ROWS=rows,
+        COLUMNS=columns,
+        IS_EVEN=m % TILE == 0,
+        num_warps=_SQUARE_WARPS,
+    )
+    # NaN stands for squares without a finite value
+    row_amax = row_parts.nan_to_num_(0.0).amax(0) if rows or by_tensor else row_parts.new_empty(0)
+    return row_amax, column_parts.nan_to_num_(0.0).amax(0)
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"expected a matrix of float32, bfloat16 or float16, got {x.dtype} of shape {tuple(x.shape)}")
     if not x.is_contiguous():
         raise ValueError(f"expected a contiguous matrix, got strides {x.stride()}")
+    return x.shape[0], x.shape[1]
 
 
-def _empty_codes(like: Tensor, rows: int, columns: int, fmt: Fp8Format, pad_to: int) -> Tensor:
+def _fills_squares(x: Tensor, pad_to: int) -> bool:
+    """Whether the fast kernels can take it: BF16 in words, whole tiles of columns, rows written in words of four."""
+    return (
+        x.dtype == torch.bfloat16
+        and x.shape[1] % TILE == 0
+        and _pad(x.shape[0], pad_to) % 4 == 0
+        and x.data_ptr() % 4 == 0
+    )
+
+
+def _pad(size: int, pad_to: int) -> int:
     assert TILE % pad_to == 0, "padding must end within the last tile"
-    return like.new_empty(-(-rows // pad_to) * pad_to, -(-columns // pad_to) * pad_to, dtype=fmt.dtype)
+    return -(-size // pad_to) * pad_to
 
 
-def _is_even(rows: int, columns: int) -> bool:
-    return rows % TILE == 0 and columns % TILE == 0
+def _is_even(x: Tensor) -> bool:
+    return x.shape[0] % TILE == 0 and x.shape[1] % TILE == 0
+
+
+def _grid(x: Tensor) -> tuple[int]:
+    return (triton.cdiv(x.shape[0], TILE) * triton.cdiv(x.shape[1], TILE),)
 
 
 def _constants(fmt: Fp8Format, scale_kind: ScaleKind) -> dict[str, object]:
@@ -127,129 +317,19 @@ def _constants(fmt: Fp8Format, scale_kind: ScaleKind) -> dict[str, object]:
         "IS_POW2": scale_kind == "pow2",
         "LARGEST": fmt.largest,
         "MAX_EXPONENT": fmt.max_exponent,
-        "num_warps": _NUM_WARPS,
+        "num_warps": _GENERIC_WARPS,
     }
 
 
-@triton.jit
-def _load(x_ptr, rows, columns, num_rows, num_columns, IS_EVEN: tl.constexpr):
-    """A square in FP32, its magnitudes' bits with 0 for inf and NaN, and whether each value is finite."""
-    at = x_ptr + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    if IS_EVEN:
-        x = tl.load(at).to(tl.float32)
-    else:
-        x = tl.load(at, mask=(rows[:, None] < num_rows) & (columns[None, :] < num_columns), other=0.0).to(tl.float32)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    is_finite = magnitude < 0x7F800000
-    return x, tl.where(is_finite, magnitude, 0), is_finite
+def _copy(whole: Quantized, room: Room) -> Quantized:
+    room.codes.view(torch.uint8).copy_(whole.codes.view(torch.uint8))
+    room.scale_inv.copy_(whole.scale_inv)
+    return room
 
 
-@triton.jit
-def _scales(amax, IS_POW2: tl.constexpr, LARGEST: tl.constexpr, MAX_EXPONENT: tl.constexpr):
-    """`formats.scales` from the bits of amax."""
-    if IS_POW2:
-        exponent = tl.maximum(((amax + 0x1FFFFF) >> 23) - (127 + MAX_EXPONENT), -126)
-        exponent = tl.where(amax == 0, 0, exponent)
-        scale = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-        scale_inv = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-    else:
-        # the bits of largest * 2^-126 and of largest, both 1.75 * 2^k
-        smallest: tl.constexpr = ((1 + MAX_EXPONENT) << 23) + 0x600000
-        largest_bits: tl.constexpr = ((127 + MAX_EXPONENT) << 23) + 0x600000
-        clamped = tl.where(amax == 0, largest_bits, tl.maximum(amax, smallest)).to(tl.float32, bitcast=True)
-        largest = tl.zeros_like(clamped) + LARGEST
-        scale = tl.div_rn(largest, clamped)
-        scale_inv = tl.div_rn(clamped, largest)
-    return scale, scale_inv
-
-
-@triton.jit
-def _codes(x, scale, is_finite, IS_E4M3: tl.constexpr, LARGEST: tl.constexpr):
-    scaled = tl.minimum(tl.maximum(x * scale, -LARGEST), LARGEST)
-    if IS_E4M3:
-        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        codes = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    return tl.where(is_finite, codes, 0x7F).to(tl.uint8)
-
-
-@triton.jit
-def _store(ptr, values, rows, columns, num_rows, num_columns, stride, IS_EVEN: tl.constexpr):
-    at = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    if IS_EVEN:
-        tl.store(at, values)
-    else:
-        tl.store(at, values, mask=(rows[:, None] < num_rows) & (columns[None, :] < num_columns))
-
-
-@triton.jit
-def _quantize_tile(
-    x_ptr,
-    row_codes_ptr,
-    row_scale_inv_ptr,
-    column_codes_ptr,
-    column_scale_inv_ptr,
-    num_rows,
-    num_columns,
-    padded_rows,
-    padded_columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_E4M3: tl.constexpr,
-    IS_POW2: tl.constexpr,
-    LARGEST: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr,
-):
-    tiles_along_columns = tl.cdiv(num_columns, _SIDE)
-    square_row = tl.program_id(0) // tiles_along_columns
-    square_column = tl.program_id(0) % tiles_along_columns
-    rows = square_row * _SIDE + tl.arange(0, _SIDE)
-    columns = square_column * _SIDE + tl.arange(0, _SIDE)
-    x, magnitude, is_finite = _load(x_ptr, rows, columns, num_rows, num_columns, IS_EVEN)
-    if ROWS:
-        scale, scale_inv = _scales(tl.max(magnitude, axis=1), IS_POW2, LARGEST, MAX_EXPONENT)
-        codes = _codes(x, scale[:, None], is_finite, IS_E4M3, LARGEST)
-        _store(row_codes_ptr, codes, rows, columns, padded_rows, padded_columns, padded_columns, IS_EVEN)
-        tl.store(
-            row_scale_inv_ptr + square_column.to(tl.int64) * padded_rows + rows, scale_inv, mask=rows < padded_rows
-        )
-    if COLUMNS:
-        scale, scale_inv = _scales(tl.max(magnitude, axis=0), IS_POW2, LARGEST, MAX_EXPONENT)
-        codes = tl.trans(_codes(x, scale[None, :], is_finite, IS_E4M3, LARGEST))
-        _store(column_codes_ptr, codes, columns, rows, padded_columns, padded_rows, padded_rows, IS_EVEN)
-        at = column_scale_inv_ptr + square_row.to(tl.int64) * padded_columns + columns
-        tl.store(at, scale_inv, mask=columns < padded_columns)
-
-
-@triton.jit
-def _quantize_block(
-    w_ptr,
-    codes_ptr,
-    scale_inv_ptr,
-    num_rows,
-    num_columns,
-    padded_rows,
-    padded_columns,
-    scale_inv_stride,
-    TRANSPOSED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_E4M3: tl.constexpr,
-    IS_POW2: tl.constexpr,
-    LARGEST: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr,
-):
-    tiles_along_columns = tl.cdiv(num_columns, _SIDE)
-    square_row = tl.program_id(0) // tiles_along_columns
-    square_column = tl.program_id(0) % tiles_along_columns
-    rows = square_row * _SIDE + tl.arange(0, _SIDE)
-    columns = square_column * _SIDE + tl.arange(0, _SIDE)
-    w, magnitude, is_finite = _load(w_ptr, rows, columns, num_rows, num_columns, IS_EVEN)
-    scale, scale_inv = _scales(tl.max(tl.max(magnitude, axis=1), axis=0), IS_POW2, LARGEST, MAX_EXPONENT)
-    codes = _codes(w, scale, is_finite, IS_E4M3, LARGEST)
-    if TRANSPOSED:
-        _store(codes_ptr, tl.trans(codes), columns, rows, padded_columns, padded_rows, padded_rows, IS_EVEN)
-        tl.store(scale_inv_ptr + square_column * scale_inv_stride + square_row, scale_inv)
-    else:
-        _store(codes_ptr, codes, rows, columns, padded_rows, padded_columns, padded_columns, IS_EVEN)
-        tl.store(scale_inv_ptr + square_row * scale_inv_stride + square_column, scale_inv)
+def _padded(q: Quantized, pad_to: int) -> Quantized:
+    rows, columns = q.codes.shape
+    more_rows, more_columns = _pad(rows, pad_to) - rows, _pad(columns, pad_to) - columns
+    codes = torch.nn.functional.pad(q.codes.view(torch.uint8), (0, more_columns, 0, more_rows)).view(q.codes.dtype)
+    by_row = q.scale_inv.shape[0] > 1 or rows == 1 < codes.shape[0]
+    return Quantized(codes, torch.nn.functional.pad(q.scale_inv, (0, 0, 0, more_rows), value=1.0) if by_row else q.scale_inv)

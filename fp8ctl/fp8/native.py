@@ -31,7 +31,7 @@ from fp8ctl.fp8 import kernels
 from fp8ctl.fp8.counter import Direction, Precision
 from fp8ctl.fp8.formats import E4M3, FORMATS, Fp8Format
 from fp8ctl.fp8.gemms import GemmKernel, GemmSize, Operand, blocks_stay_apart, place
-from fp8ctl.fp8.reference import Quantized, num_tiles
+from fp8ctl.fp8.reference import Quantized
 
 PAD_TO = 16
 _SCALES_PAD_TO = 4
@@ -218,8 +218,8 @@ def _whole_rows(scale_inv: Tensor) -> Tensor:
 def _quantize_side_by_side(dys: Sequence[Tensor], fmt: Fp8Format, recipe: RecipeConfig) -> tuple[Operand, Operand]:
     """Both directions of dY = [dY1 dY2 ..] without putting them together first. Widths are multiples of 128."""
     m, widths = dys[0].shape[0], [dy.shape[1] for dy in dys]
-    rows = empty_tiles(dys[0], m, sum(widths), fmt)
-    columns = empty_tiles(dys[0], sum(widths), m, fmt)
+    rows = kernels.empty_tiles(dys[0], m, sum(widths), fmt, PAD_TO)
+    columns = kernels.empty_tiles(dys[0], sum(widths), m, fmt, PAD_TO)
     begin = 0
     for dy, width in zip(dys, widths, strict=True):
         end, tiles = begin + width, slice(begin // 128, (begin + width) // 128)
@@ -234,7 +234,7 @@ def _quantize_weights_as_one(weights: Sequence[Tensor], recipe: RecipeConfig, tr
     """[W1; W2; ..] by blocks, or its transpose, without putting them together first. Heights are multiples of 128."""
     k, heights = weights[0].shape[1], [w.shape[0] for w in weights]
     n = sum(heights)
-    whole = empty_blocks(weights[0], k, n) if transposed else empty_blocks(weights[0], n, k)
+    whole = kernels.empty_blocks(weights[0], *((k, n) if transposed else (n, k)), E4M3, PAD_TO)
     begin = 0
     for w, height in zip(weights, heights, strict=True):
         end, blocks = begin + height, slice(begin // 128, (begin + height) // 128)
@@ -246,21 +246,6 @@ def _quantize_weights_as_one(weights: Sequence[Tensor], recipe: RecipeConfig, tr
         kernels.quantize_block(w, E4M3, recipe.scale, transposed=transposed, pad_to=PAD_TO, out=out)
         begin = end
     return whole
-
-
-def empty_tiles(like: Tensor, rows: int, columns: int, fmt: Fp8Format) -> Quantized:
-    """Room for a matrix by tiles, padded, in cuBLAS's layout."""
-    rows, columns = pad(rows), pad(columns)
-    codes = like.new_empty(rows, columns, dtype=fmt.dtype)
-    return Quantized(codes, like.new_empty(num_tiles(columns), rows, dtype=torch.float32).t())
-
-
-def empty_blocks(like: Tensor, rows: int, columns: int) -> Quantized:
-    """Room for a weight by blocks, padded, in cuBLAS's layout."""
-    codes = like.new_empty(pad(rows), pad(columns), dtype=E4M3.dtype)
-    length = -(-num_tiles(columns) // _SCALES_PAD_TO) * _SCALES_PAD_TO
-    scale_inv = like.new_ones(num_tiles(rows), length, dtype=torch.float32)
-    return Quantized(codes, scale_inv[:, : num_tiles(columns)])
 
 
 def _padded(q: Quantized, *, is_block: bool) -> Operand:

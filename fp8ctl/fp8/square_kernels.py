@@ -1,0 +1,230 @@
+"""Quantisers of BF16 matrices at the memory's speed: kernels that `kernels.py` takes where the columns fill whole tiles.
+
+A program reads one square of 128 rows x 128 columns as [32, 4, 64] words of two BF16, row 4i + j at [i, j], and writes it by
+rows, by columns or both; how it stays fast is told in `swiglu_kernels.py`, whose pieces it is made of. Rows may be ragged: those up
+to `padded_M` are written as zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp8ctl.fp8.formats import TILE
+from fp8ctl.fp8.swiglu_kernels import (
+    _IS_INTERPRETED,
+    _amax,
+    _four_codes,
+    _quantize_columns,
+    _quantize_rows,
+    _scales_or_one,
+    _two_codes,
+    _unpack,
+)
+
+_SIDE = tl.constexpr(TILE)
+_WORDS = tl.constexpr(TILE // 2)
+
+
+@triton.jit
+def _without_inf(pair):
+    """inf becomes NaN; nothing else changes, the sign of zero included."""
+    if _IS_INTERPRETED:
+        even, odd = _unpack(pair)
+        even = tl.fma(even, 0.0, even).to(tl.int32, bitcast=True)
+        odd = tl.fma(odd, 0.0, odd).to(tl.int32, bitcast=True)
+        pair = ((even >> 16) & 0xFFFF) | (odd & -0x10000)
+    else:
+        pair = tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
+            "=r,r",
+            [pair],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return pair
+
+
+@triton.jit
+def _square(x_ptr, m, k, M, K, IS_EVEN: tl.constexpr):
+    """Words of the square at row m and column k, inf turned into NaN."""
+    row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
+    at = x_ptr + m * (K // 2) + k // 2 + row[:, :, None] * (K // 2) + tl.arange(0, _WORDS)[None, None, :]
+    if IS_EVEN:
+        pair = tl.load(at)
+    else:
+        pair = tl.load(at, mask=row[:, :, None] < M - m, other=0)
+    return _without_inf(pair)
+
+
+@triton.jit
+def _place(K):
+    squares = K // _SIDE
+    m = (tl.program_id(0) // squares).to(tl.int64) * _SIDE
+    return m, (tl.program_id(0) % squares).to(tl.int64) * _SIDE
+
+
+@triton.jit
+def tiles(
+    x_ptr,
+    row_codes_ptr,
+    row_stride,
+    row_scale_inv_ptr,
+    row_scale_inv_stride,
+    codes_ptr,
+    stride,
+    scale_inv_ptr,
+    scale_inv_stride,
+    M,
+    padded_M,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    IS_POW2: tl.constexpr,
+):
+    """Tiles along the rows, along the columns (written transposed), or both from one read."""
+    m, k = _place(K)
+    pair = _square(x_ptr, m, k, M, K, IS_EVEN)
+    if ROWS:
+        row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
+        at = row_scale_inv_ptr + k // _SIDE * row_scale_inv_stride + m
+        _quantize_rows(
+            pair, row_codes_ptr + m * row_stride + k, row_stride, at, row, padded_M - m, IS_EVEN, IS_E4M3, IS_POW2
+        )
+    if COLUMNS:
+        at = scale_inv_ptr + m // _SIDE * scale_inv_stride + k
+        _quantize_columns(pair, codes_ptr + k * stride + m, stride, at, padded_M - m, IS_EVEN, IS_E4M3, IS_POW2)
+
+
+@triton.jit
+def _store_square(
+    pair, row_scale, column_scale, codes_ptr, stride, rows, IS_EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, IS_E4M3: tl.constexpr
+):
+    """Codes of a square; scales as they broadcast against its even and its odd columns."""
+    even, odd = _unpack(pair)
+    if TRANSPOSED:
+        even = _four_codes(even * column_scale[0], IS_E4M3)
+        odd = _four_codes(odd * column_scale[1], IS_E4M3)
+        column, i = tl.arange(0, _SIDE)[:, None], tl.arange(0, 32)[None, :]
+        words = tl.trans(tl.interleave(even, odd))
+        at = codes_ptr.to(tl.pointer_type(tl.int32)) + column * (stride // 4) + i
+        if IS_EVEN:
+            tl.store(at, words)
+        else:
+            tl.store(at, words, mask=4 * i < rows)
+    else:
+        row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
+        codes = _two_codes(even * row_scale, odd * row_scale, IS_E4M3)
+        at = codes_ptr.to(tl.pointer_type(tl.int16)) + row[:, :, None] * (stride // 2) + tl.arange(0, _WORDS)[None, None, :]
+        if IS_EVEN:
+            tl.store(at, codes)
+        else:
+            tl.store(at, codes, mask=row[:, :, None] < rows)
+
+
+@triton.jit
+def blocks(
+    w_ptr,
+    codes_ptr,
+    stride,
+    scale_inv_ptr,
+    scale_inv_stride,
+    M,
+    padded_M,
+    K,
+    TRANSPOSED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    IS_POW2: tl.constexpr,
+):
+    """One scale a square."""
+    m, k = _place(K)
+    pair = _square(w_ptr, m, k, M, K, IS_EVEN)
+    even_amax, odd_amax = _unpack(_amax(_amax(_amax(pair, 2), 1), 0))
+    scale, scale_inv = _scales_or_one(tl.maximum(even_amax, odd_amax), IS_E4M3, IS_POW2)
+    if TRANSPOSED:
+        codes_at, scale_inv_at = codes_ptr + k * stride + m, k // _SIDE * scale_inv_stride + m // _SIDE
+    else:
+        codes_at, scale_inv_at = codes_ptr + m * stride + k, m // _SIDE * scale_inv_stride + k // _SIDE
+    _store_square(pair, scale, (scale, scale), codes_at, stride, padded_M - m, IS_EVEN, TRANSPOSED, IS_E4M3)
+    tl.store(scale_inv_ptr + scale_inv_at, scale_inv)
+
+
+@triton.jit
+def largest(x_ptr, row_amax_ptr, column_amax_ptr, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Largest finite magnitude of each square's rows [K/128, M], of its columns [ceil(M/128), K], or (neither) of each square; NaN
+    where there is none.
+    """
+    m, k = _place(K)
+    pair = _square(x_ptr, m, k, M, K, IS_EVEN)
+    if ROWS:
+        row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
+        even, odd = _unpack(_amax(pair, 2))
+        tl.store(row_amax_ptr + k // _SIDE * M + m + row, tl.maximum(even, odd), mask=row < M - m)
+    if COLUMNS:
+        even, odd = _unpack(_amax(_amax(pair, 1), 0))
+        at = column_amax_ptr + m // _SIDE * K + k + 2 * tl.arange(0, _WORDS)
+        tl.store(at, even)
+        tl.store(at + 1, odd)
+    if not (ROWS or COLUMNS):
+        even, odd = _unpack(_amax(_amax(_amax(pair, 2), 1), 0))
+        tl.store(row_amax_ptr + tl.program_id(0), tl.maximum(even, odd))
+
+
+@triton.jit
+def scaled(
+    x_ptr,
+    row_codes_ptr,
+    row_stride,
+    codes_ptr,
+    stride,
+    row_scale_ptr,
+    column_scale_ptr,
+    M,
+    padded_M,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_TENSOR: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+):
+    """Codes with given scales: of each row for the one direction and of each column for the other, or one for all."""
+    m, k = _place(K)
+    pair = _square(x_ptr, m, k, M, K, IS_EVEN)
+    if ROWS:
+        row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
+        if BY_TENSOR:
+            scale = tl.load(row_scale_ptr)
+        else:
+            scale = tl.load(row_scale_ptr + m + row, mask=row < M - m, other=1.0)[:, :, None]
+        _store_square(pair, scale, (scale, scale), row_codes_ptr + m * row_stride + k, row_stride, padded_M - m, IS_EVEN, False, IS_E4M3)
+    if COLUMNS:
+        if BY_TENSOR:
+            one = tl.load(row_scale_ptr)
+            even_scale, odd_scale = one, one
+        else:
+            at = column_scale_ptr + k + 2 * tl.arange(0, _WORDS)
+            even_scale, odd_scale = tl.load(at)[None, None, :], tl.load(at + 1)[None, None, :]
+        _store_square(
+            pair, even_scale, (even_scale, odd_scale), codes_ptr + k * stride + m, stride, padded_M - m, IS_EVEN, True, IS_E4M3
+        )
+
+
+@triton.jit
+def transposed(codes_ptr, out_ptr, M, K):
+    """Bytes [M, K] -> [K, M], both multiples of 16."""
+    squares = tl.cdiv(K, _SIDE)
+    m = (tl.program_id(0) // squares).to(tl.int64) * _SIDE
+    k = (tl.program_id(0) % squares).to(tl.int64) * _SIDE
+    row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
+    column = tl.arange(0, _SIDE)
+    at = codes_ptr + (m + row[:, :, None]) * K + k + column[None, None, :]
+    codes = tl.load(at, mask=(row[:, :, None] < M - m) & (column[None, None, :] < K - k), other=0).to(tl.int32)
+    words = tl.sum(codes << (8 * tl.arange(0, 4))[None, :, None], axis=1)
+    i = tl.arange(0, 32)
+    out_at = out_ptr.to(tl.pointer_type(tl.int32)) + (k + column[:, None]) * (M // 4) + m // 4 + i[None, :]
+    tl.store(out_at, tl.trans(words), mask=(column[:, None] < K - k) & (4 * i[None, :] < M - m))
