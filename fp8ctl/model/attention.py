@@ -212,7 +212,7 @@ def _cudnn_varlen_backward(
     dq, dk, dv = torch.ops.aten._cudnn_attention_backward(
         grad.contiguous(),
         *(q.contiguous(), k.contiguous(), v.contiguous(), out, lse, seed, offset),
-        torch.empty(0, device=q.device),
+        None,  # no bias; the schema has no default
         *(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True),
     )
     return dq, dk, dv
