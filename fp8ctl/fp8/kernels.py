@@ -122,7 +122,9 @@ def transpose_block(w_NK: Quantized) -> Quantized:
     turned = torch.empty_like(codes, memory_format=torch.contiguous_format).view(k, n)
     if codes.numel() > 0:
         grid = (num_tiles(n) * num_tiles(k),)
-        square_kernels.transposed[grid](codes.view(torch.uint8), turned.view(torch.uint8), n, k, num_warps=_SQUARE_WARPS)
+        square_kernels.transposed[grid](
+            codes.view(torch.uint8), turned.view(torch.uint8), n, k, num_warps=_SQUARE_WARPS
+        )
     return Quantized(turned, turned_scale_inv)
 
 
@@ -262,7 +264,9 @@ def _largest(x_MK: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     m, k = x_MK.shape
     by_tensor = not (rows or columns)
     squares = num_tiles(m) * num_tiles(k)
-    row_parts = x_MK.new_empty(squares if by_tensor else num_tiles(k), *(() if by_tensor else (m,)), dtype=torch.float32)
+    row_parts = x_MK.new_empty(
+        squares if by_tensor else num_tiles(k), *(() if by_tensor else (m,)), dtype=torch.float32
+    )
     column_parts = x_MK.new_empty(num_tiles(m), k if columns else 0, dtype=torch.float32)
     square_kernels.largest[_grid(x_MK)](
         x_MK.view(torch.int32),
@@ -332,4 +336,6 @@ def _padded(q: Quantized, pad_to: int) -> Quantized:
     more_rows, more_columns = _pad(rows, pad_to) - rows, _pad(columns, pad_to) - columns
     codes = torch.nn.functional.pad(q.codes.view(torch.uint8), (0, more_columns, 0, more_rows)).view(q.codes.dtype)
     by_row = q.scale_inv.shape[0] > 1 or rows == 1 < codes.shape[0]
-    return Quantized(codes, torch.nn.functional.pad(q.scale_inv, (0, 0, 0, more_rows), value=1.0) if by_row else q.scale_inv)
+    return Quantized(
+        codes, torch.nn.functional.pad(q.scale_inv, (0, 0, 0, more_rows), value=1.0) if by_row else q.scale_inv
+    )

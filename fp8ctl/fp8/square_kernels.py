@@ -101,7 +101,15 @@ def tiles(
 
 @triton.jit
 def _store_square(
-    pair, row_scale, column_scale, codes_ptr, stride, rows, IS_EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, IS_E4M3: tl.constexpr
+    pair,
+    row_scale,
+    column_scale,
+    codes_ptr,
+    stride,
+    rows,
+    IS_EVEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    IS_E4M3: tl.constexpr,
 ):
     """Codes of a square; scales as they broadcast against its even and its odd columns."""
     even, odd = _unpack(pair)
@@ -118,7 +126,11 @@ def _store_square(
     else:
         row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
         codes = _two_codes(even * row_scale, odd * row_scale, IS_E4M3)
-        at = codes_ptr.to(tl.pointer_type(tl.int16)) + row[:, :, None] * (stride // 2) + tl.arange(0, _WORDS)[None, None, :]
+        at = (
+            codes_ptr.to(tl.pointer_type(tl.int16))
+            + row[:, :, None] * (stride // 2)
+            + tl.arange(0, _WORDS)[None, None, :]
+        )
         if IS_EVEN:
             tl.store(at, codes)
         else:
@@ -154,7 +166,9 @@ def blocks(
 
 
 @triton.jit
-def largest(x_ptr, row_amax_ptr, column_amax_ptr, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+def largest(
+    x_ptr, row_amax_ptr, column_amax_ptr, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr
+):
     """Largest finite magnitude of each square's rows [K/128, M], of its columns [ceil(M/128), K], or (neither) of each square; NaN
     where there is none.
     """
@@ -201,7 +215,17 @@ def scaled(
             scale = tl.load(row_scale_ptr)
         else:
             scale = tl.load(row_scale_ptr + m + row, mask=row < M - m, other=1.0)[:, :, None]
-        _store_square(pair, scale, (scale, scale), row_codes_ptr + m * row_stride + k, row_stride, padded_M - m, IS_EVEN, False, IS_E4M3)
+        _store_square(
+            pair,
+            scale,
+            (scale, scale),
+            row_codes_ptr + m * row_stride + k,
+            row_stride,
+            padded_M - m,
+            IS_EVEN,
+            False,
+            IS_E4M3,
+        )
     if COLUMNS:
         if BY_TENSOR:
             one = tl.load(row_scale_ptr)
@@ -210,7 +234,15 @@ def scaled(
             at = column_scale_ptr + k + 2 * tl.arange(0, _WORDS)
             even_scale, odd_scale = tl.load(at)[None, None, :], tl.load(at + 1)[None, None, :]
         _store_square(
-            pair, even_scale, (even_scale, odd_scale), codes_ptr + k * stride + m, stride, padded_M - m, IS_EVEN, True, IS_E4M3
+            pair,
+            even_scale,
+            (even_scale, odd_scale),
+            codes_ptr + k * stride + m,
+            stride,
+            padded_M - m,
+            IS_EVEN,
+            True,
+            IS_E4M3,
         )
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fp8ctl.fp8.formats import E4M3, E5M2, TILE
-from fp8ctl.fp8.kernels import _scales
+from fp8ctl.fp8.generic_kernels import _scales
 
 # Of constexpr, since kernels can't see other globals
 _SIDE = tl.constexpr(TILE)
@@ -98,7 +98,7 @@ def _amax(pair, axis: tl.constexpr):
 
 @triton.jit
 def _scales_or_one(amax, IS_E4M3: tl.constexpr, IS_POW2: tl.constexpr):
-    """`formats.scales`; 1 and 1 if amax is NaN. Powers of two in fewer steps than `kernels._scales`: all threads of a column do this."""
+    """`formats.scales`; 1 and 1 if amax is NaN. Powers of two in fewer steps than `generic_kernels._scales`: all threads of a column do this."""
     max_exponent: tl.constexpr = _E4M3_EXPONENT if IS_E4M3 else _E5M2_EXPONENT
     bits = amax.to(tl.int32, bitcast=True)
     # one comparison finds 0, which wraps around, and NaN

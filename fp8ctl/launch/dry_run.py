@@ -64,6 +64,7 @@ def describe_run(config: TrainConfig) -> RenderableType:
             f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value),
         )
     table.add_row("precision", plan.summary())
-    table.add_row("backend", f"{backend.name}: {backend.reason}")
+    gemm = f"; GEMMs by {backend.gemm}: {backend.gemm_reason}" if backend.gemm else ""
+    table.add_row("backend", f"{backend.name}: {backend.reason}{gemm}")
     table.add_row("deepspeed", json.dumps(deepspeed_config(config, config.launch.num_ranks, count_parameters(shape))))
     return Group(table, plan.table())

@@ -128,7 +128,7 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
+        gate_TF, up_TF = together(x_TD, self.gate_proj, self.up_proj)
         # A module that stands in for this one may call this very function
         is_compiled = getattr(self, "compile_kernels", False)
         return self.down_proj(silu_mul(gate_TF, up_TF, compiled=is_compiled))

@@ -12,7 +12,9 @@ from fp8ctl.fp8.backend import Backend
 from fp8ctl.fp8.counter import PRECISIONS, GemmCounter, Precision
 from fp8ctl.fp8.linear import Fp8Linear
 from fp8ctl.fp8.mlp import Fp8Mlp
+from fp8ctl.model.head import Head
 from fp8ctl.model.transformer import MLP
+from fp8ctl.precision.head import Fp8Head
 from fp8ctl.precision.plan import PrecisionPlan, is_tied_head, nearest
 
 EMULATION = Backend("reference", "values are rounded to FP8")
@@ -53,7 +55,8 @@ def apply_plan(
                 module.weight_is_frozen = weights_are_frozen
         elif isinstance(module, nn.Linear):
             if module not in replaced:
-                replaced[module] = Fp8Linear.from_linear(
+                kind = Fp8Head if isinstance(module, Head) else Fp8Linear
+                replaced[module] = kind.from_linear(
                     module,
                     precision=planned[fqn].precision,
                     recipe=plan.recipe,

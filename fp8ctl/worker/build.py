@@ -15,6 +15,7 @@ from fp8ctl.data.manifest import Manifest
 from fp8ctl.engine.dist import Dist
 from fp8ctl.errors import DataError, ModelError
 from fp8ctl.fp8.backend import Backend, choose_backend
+from fp8ctl.model.attention_choice import AttentionChoice, choose_attention
 from fp8ctl.model.hf import load_hf, read_shape
 from fp8ctl.model.transformer import Transformer
 from fp8ctl.precision.apply import apply_plan
@@ -31,6 +32,7 @@ class PlannedModel:
     shape: ModelShape
     plan: PrecisionPlan
     backend: Backend
+    attention: AttentionChoice
 
 
 def model_shape(config: TrainConfig) -> ModelShape:
@@ -70,7 +72,21 @@ def build_model(config: TrainConfig, device: torch.device) -> PlannedModel:
     backend = choose_backend(precision.backend, recipe=precision.recipe, device_type=device.type, gemm=precision.gemm)
     plan = make_plan(model, precision)
     apply_plan(model, plan, precision, backend=backend)
-    return PlannedModel(model, shape, plan, backend)
+    attention = choose_attention(
+        config.engine.attention,
+        head_size=shape.head_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        device=device,
+        dtype=dtype,
+    )
+    model.attention_kind = attention.name
+    if device.type == "cuda":
+        model.compile_kernels = config.engine.compile == "kernels"
+        if config.engine.compile == "blocks":
+            for block in model.model.layers:
+                block.compile(dynamic=False)
+    return PlannedModel(model, shape, plan, backend, attention)
 
 
 def build_data(config: TrainConfig, shape: ModelShape, dist: Dist) -> tuple[Loader, list[PackedBatch]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,25 @@ def write_provenance(
     command: str,
 ) -> None:
     """Writes env.json and plan.json, and the events that say what was chosen."""
-    backend = {"name": planned.backend.name, "reason": planned.backend.reason}
-    facts = {"device": dist.device.type, "ranks": dist.world_size, "dtype": config.engine.dtype, "backend": backend}
+    backend = {k: v for k, v in asdict(planned.backend).items() if v}
+    attention = asdict(planned.attention)
+    facts = {
+        "device": dist.device.type,
+        "ranks": dist.world_size,
+        "dtype": config.engine.dtype,
+        "backend": backend,
+        "attention": attention,
+        "compile": config.engine.compile if dist.device.type == "cuda" else "off",
+    }
     write_json(paths.env, {**collect_environment(gpus=_gpus(dist), argv=shlex.split(command)), **facts})
     write_json(paths.plan, planned.plan.to_json())
     print(planned.plan.summary(), file=sys.stderr)
+    if planned.plan.fp8_linears:
+        gemm = f"; GEMMs by {backend['gemm']}: {backend['gemm_reason']}" if "gemm" in backend else ""
+        print(f"backend {backend['name']}: {backend['reason']}{gemm}", file=sys.stderr)
+    print(f"attention {attention['name']}: {attention['reason']}", file=sys.stderr)
     log_event(paths, "backend", step, **backend, plan=planned.plan.summary())
+    log_event(paths, "attention", step, **attention)
     if resumed_from is not None:
         log_event(paths, "resumed", step, checkpoint=resumed_from.name)
 
