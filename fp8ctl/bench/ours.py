@@ -77,7 +77,7 @@ def build_ours(settings: BenchArmConfig, config: BenchStepConfig, weights: Weigh
     facts = _prepare(model, settings, config, weights.device)
     if facts["compile"] == "blocks":
         for block in model.model.layers:
-            block.compile()
+            block.compile(dynamic=False)
     arm = Arm(
         loss=lambda: mean_loss(model, batch),
         parameters=list(model.parameters()),
@@ -108,10 +108,10 @@ def _prepare(
     )
     model.attention_kind = choice.name
     model.activation_checkpointing = config.activation_checkpointing
-    model.compile_kernels = settings.compile != "off"
+    compiled = settings.compile if device.type == "cuda" else "off"
+    model.compile_kernels = compiled == "kernels"
     if settings.loss_chunk_tokens is not None:
         model.loss_chunk_tokens = settings.loss_chunk_tokens
-    compiled = settings.compile if device.type == "cuda" else "off"
     return {"attention": choice.name, "attention_reason": choice.reason, "compile": compiled}
 
 
