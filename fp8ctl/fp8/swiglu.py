@@ -17,8 +17,6 @@ from fp8ctl.fp8.formats import E4M3, TILE, Fp8Format, ScaleKind
 from fp8ctl.fp8.reference import Quantized, num_tiles
 
 _FORWARD_ROWS = 32
-# Two programs of 8 warps to a multiprocessor: one computes while the other waits for memory
-_BACKWARD_REGISTERS = 128
 
 
 def swiglu_quantize(
@@ -92,11 +90,11 @@ def swiglu_backward_quantize(
             t,
             padded_t,
             f,
+            AHEAD=_multiprocessors(gu_TF.device),
             IS_EVEN=t % TILE == 0,
             IS_E4M3=grad_fmt is E4M3,
             IS_POW2=scale_kind == "pow2",
             num_warps=8,
-            maxnreg=_BACKWARD_REGISTERS,
         )
     return (
         Quantized(row_codes, row_scale_inv.t()),
@@ -139,6 +137,10 @@ def _sizes(gu: Tensor, d_act: Tensor | None = None, *, multiple_of: int = 1) -> 
         found = f"{d_act.dtype} of shape {tuple(d_act.shape)}, strides {d_act.stride()}"
         raise ValueError(f"expected the gradient as a contiguous bfloat16 matrix {(t, f)}, got {found}")
     return t, f
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _pad(t: int, pad_to: int) -> int:

@@ -6,6 +6,8 @@ How they come near the memory's speed, which leaves the backward pass some 80 in
 - A program of the backward pass reads a square of 128 tokens x 128 columns as [32, 4, 64] words, token 4i + j at [i, j]. A
   thread then holds four neighbouring tokens of a column, whose codes it packs into one word, and the transposed codes are
   moved and stored word by word.
+- It fills a multiprocessor's registers alone, so nothing hides its waiting for memory. Therefore it has what the next program
+  there will load brought into the L2 cache while it computes.
 - No masks for inf and NaN: x + 0 x turns inf into NaN, maxima ignore NaN, the hardware's casts saturate and give NaN its code.
 
 Instructions that Triton has no name for are written as PTX; its interpreter takes the plain lines beside them.
@@ -98,7 +100,7 @@ def _amax(pair, axis: tl.constexpr):
 
 @triton.jit
 def _scales_or_one(amax, IS_E4M3: tl.constexpr, IS_POW2: tl.constexpr):
-    """`formats.scales`; 1 and 1 if amax is NaN. Powers of two in fewer steps than `generic_kernels._scales`: all threads of a column do this."""
+    """`formats.scales`; 1 and 1 if amax is NaN. Powers of two in fewer steps than `_scales`: all threads of a column do this."""
     max_exponent: tl.constexpr = _E4M3_EXPONENT if IS_E4M3 else _E5M2_EXPONENT
     bits = amax.to(tl.int32, bitcast=True)
     # one comparison finds 0, which wraps around, and NaN
@@ -210,6 +212,29 @@ def _quantize_rows(
 
 
 @triton.jit
+def _fetch(ptr):
+    """Has the 128 bytes around each address brought into the L2 cache."""
+    if not _IS_INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _fetch_square(gu_ptr, d_act_ptr, square, T, F):
+    """What a later program will load. A square's row of one matrix is 256 bytes."""
+    t = (square // (F // _SIDE)).to(tl.int64) * _SIDE
+    f = (square % (F // _SIDE)).to(tl.int64) * _SIDE
+    line = tl.arange(0, 2 * _SIDE)
+    token = tl.minimum(line // 2, T - 1 - t).to(tl.int32)
+    word = line % 2 * (_WORDS // 2)
+    at = gu_ptr + t * F + f // 2 + token * F + word
+    _fetch(at)
+    _fetch(at + F // 2)
+    _fetch(d_act_ptr + t * (F // 2) + f // 2 + token * (F // 2) + word)
+
+
+@triton.jit
 def backward(
     gu_ptr,
     d_act_ptr,
@@ -222,6 +247,7 @@ def backward(
     T,
     padded_T,
     F,
+    AHEAD: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_E4M3: tl.constexpr,
     IS_POW2: tl.constexpr,
@@ -240,6 +266,8 @@ def backward(
         gate = tl.load(at, mask=mask, other=0)
         up = tl.load(at + F // 2, mask=mask, other=0)
         d_act = tl.load(d_act_at, mask=mask, other=0)
+    if tl.program_id(0) + AHEAD < squares * tl.cdiv(T, _SIDE):
+        _fetch_square(gu_ptr, d_act_ptr, tl.program_id(0) + AHEAD, T, F)
     even_gate, odd_gate = _unpack(gate)
     even_up, odd_up = _unpack(up)
     even_d_act, odd_d_act = _unpack(d_act)
