@@ -24,7 +24,8 @@ from fp8ctl.fp8.formats import TILE, Fp8Format, ScaleKind, scales
 Along = Literal["rows", "columns", "block"]
 """Where a tile lies: `rows` 1x128 along the last dimension, `columns` 128x1 along the first, `block` 128x128."""
 
-_TILE_SHAPE: dict[Along, tuple[int, int]] = {"rows": (1, TILE), "columns": (TILE, 1), "block": (TILE, TILE)}
+Granularity = Literal["block", "row", "tensor", "tensor_delayed", "mxfp8"]
+"""`RecipeConfig.granularity`. Delayed scaling counts as scaling by tensor here, and MXFP8 as scaling by tile."""
 
 
 class _Bits(NamedTuple):
@@ -45,7 +46,19 @@ _LOWEST_FIELD, _HIGHEST_FIELD = 40, 220
 _FP32_BIAS = 127
 
 
-def quantize_dequantize(x_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: ScaleKind) -> Tensor:
+def tile_shape(x_RC: Tensor, along: Along, granularity: Granularity = "block") -> tuple[int, int]:
+    """What shares a scale: a tile or block, a whole row (or column) for granularity row, everything for tensor."""
+    rows, columns = (max(size, 1) for size in x_RC.shape)
+    if granularity in ("tensor", "tensor_delayed"):
+        return rows, columns
+    if granularity == "row":
+        return (rows, 1) if along == "columns" else (1, columns)
+    return {"rows": (1, TILE), "columns": (TILE, 1), "block": (TILE, TILE)}[along]
+
+
+def quantize_dequantize(
+    x_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: ScaleKind, *, granularity: Granularity = "block"
+) -> Tensor:
     """The matrix x after a round trip through FP8.
 
     pow2 scales: same dtype as x (in BF16 exact, but for magnitudes below 2^-126). fp32 scales: always FP32, since BF16
@@ -54,24 +67,29 @@ def quantize_dequantize(x_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: 
     dtype = x_RC.dtype if scale_kind == "pow2" else torch.float32
     if x_RC.numel() > 0 and dtype in _BITS:
         round_trip = _round_pow2 if scale_kind == "pow2" else _round_fp32
-        values = round_trip(x_RC.to(dtype).contiguous(), along, fmt)
+        values = round_trip(x_RC.to(dtype).contiguous(), tile_shape(x_RC, along, granularity), fmt)
         if values is not None:
             return values
-    return _by_reference(x_RC, along, fmt, scale_kind).to(dtype)
+    return _by_reference(x_RC, along, fmt, scale_kind, granularity).to(dtype)
 
 
-def _by_reference(x_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: ScaleKind) -> Tensor:
-    if along == "rows":
-        return reference.dequantize(*reference.quantize_tile(x_RC, fmt, scale_kind))
+def _by_reference(
+    x_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: ScaleKind, granularity: Granularity
+) -> Tensor:
     if along == "columns":
-        return reference.dequantize(*reference.quantize_tile(x_RC.t(), fmt, scale_kind)).t()
-    return reference.dequantize(*reference.quantize_block(x_RC, fmt, scale_kind))
+        return _by_reference(x_RC.t(), "rows", fmt, scale_kind, granularity).t()
+    if granularity in ("tensor", "tensor_delayed"):
+        return reference.dequantize(*reference.quantize_tensor(x_RC, fmt, scale_kind))
+    if granularity == "row":
+        return reference.dequantize(*reference.quantize_row(x_RC, fmt, scale_kind))
+    quantize = reference.quantize_tile if along == "rows" else reference.quantize_block
+    return reference.dequantize(*quantize(x_RC, fmt, scale_kind))
 
 
-def _round_pow2(x_RC: Tensor, along: Along, fmt: Fp8Format) -> Tensor | None:
+def _round_pow2(x_RC: Tensor, tile: tuple[int, int], fmt: Fp8Format) -> Tensor | None:
     """The round trip with power-of-two scales; None if a tile holds something that only the reference can do."""
     bits = _BITS[x_RC.dtype]
-    source = split_tiles(x_RC, along).view(bits.integer)
+    source = split_tiles(x_RC, tile).view(bits.integer)
     magnitude = magnitude_bits(source)
     amax = tile_amax(magnitude)
     fields = amax >> bits.mantissa_bits
@@ -86,10 +104,10 @@ def _round_pow2(x_RC: Tensor, along: Along, fmt: Fp8Format) -> Tensor | None:
     return _join_tiles(_round_to_grid(source, magnitude, exponent, bits, x_RC.dtype, fmt), x_RC)
 
 
-def _round_fp32(x_RC: Tensor, along: Along, fmt: Fp8Format) -> Tensor | None:
+def _round_fp32(x_RC: Tensor, tile: tuple[int, int], fmt: Fp8Format) -> Tensor | None:
     """The round trip of an FP32 matrix with FP32 scales; None if it holds inf or NaN."""
     bits = _BITS[torch.float32]
-    source = split_tiles(x_RC, along)
+    source = split_tiles(x_RC, tile)
     amax = tile_amax(magnitude_bits(source)).view(torch.float32)
     if not bool(amax.isfinite().all()):
         return None
@@ -111,9 +129,9 @@ def _round_to_grid(
     return magnitude.bitwise_or_(signs).view(dtype)
 
 
-def split_tiles(x_RC: Tensor, along: Along) -> Tensor:
+def split_tiles(x_RC: Tensor, tile: tuple[int, int]) -> Tensor:
     """4D view (of a copy padded with zeros, if ragged): row tiles x rows in a tile x column tiles x columns in a tile."""
-    tile_rows, tile_columns = _TILE_SHAPE[along]
+    tile_rows, tile_columns = tile
     padding = (0, -x_RC.shape[1] % tile_columns, 0, -x_RC.shape[0] % tile_rows)
     if any(padding):
         x_RC = torch.nn.functional.pad(x_RC, padding)

@@ -17,12 +17,14 @@ import triton
 from torch import Tensor
 
 from fp8ctl.fp8 import generic_kernels, reference, square_kernels
-from fp8ctl.fp8.formats import E4M3, TILE, Fp8Format, ScaleKind, scales
+from fp8ctl.fp8.formats import E4M3, TILE, Fp8Format, ScaleKind
 from fp8ctl.fp8.reference import Quantized, num_tiles
 
 _SCALES_PAD_TO = 4
 _GENERIC_WARPS = 4
 _SQUARE_WARPS = 8
+# Measured on an H200: three programs to a multiprocessor, so that some wait for memory while others compute
+_BOTH: dict[str, dict[str, int]] = {"pow2": {"num_warps": 4, "maxnreg": 168}, "fp32": {"num_warps": 8, "maxnreg": 128}}
 
 Room = Quantized
 """Where to write: views of codes and scales, whose rows may lie apart, for a part whose sides are multiples of 128 in the joined
@@ -189,7 +191,7 @@ def _tiles(
             IS_EVEN=m % TILE == 0,
             IS_E4M3=fmt.name == "e4m3",
             IS_POW2=scale_kind == "pow2",
-            num_warps=_SQUARE_WARPS,
+            **(_BOTH[scale_kind] if rows is not None and columns is not None else {"num_warps": _SQUARE_WARPS}),
         )
         return
     whole_rows = None if rows is None else empty_tiles(x_MK, m, k, fmt, pad_to)
@@ -223,65 +225,42 @@ def _with_given_scales(
     if x_MK.numel() == 0 or not _fills_squares(x_MK, pad_to):
         quantize = reference.quantize_tensor if by_tensor else reference.quantize_row
         return Directions(
-            _padded(quantize(x_MK, fmt, scale_kind), pad_to) if rows else None,
-            _padded(quantize(x_MK.t(), fmt, scale_kind), pad_to) if columns else None,
+            _padded(quantize(x_MK, fmt, scale_kind), pad_to, by_tensor) if rows else None,
+            _padded(quantize(x_MK.t(), fmt, scale_kind), pad_to, by_tensor) if columns else None,
         )
-    row_amax, column_amax = _largest(x_MK, rows and not by_tensor, columns and not by_tensor)
-    row_scale, row_scale_inv = scales(row_amax, fmt, scale_kind)
-    column_scale, column_scale_inv = scales(column_amax, fmt, scale_kind)
-    row_codes = x_MK.new_empty(_pad(m, pad_to) if rows else 0, k, dtype=fmt.dtype)
-    codes = x_MK.new_empty(k if columns else 0, _pad(m, pad_to), dtype=fmt.dtype)
+    amax = x_MK.new_zeros(1 if by_tensor else m + k, dtype=torch.int32)
+    shared = {"ROWS": rows and not by_tensor, "COLUMNS": columns and not by_tensor, "IS_EVEN": m % TILE == 0}
+    words = x_MK.view(torch.int32)
+    square_kernels.largest[_grid(x_MK)](words, amax, amax[m:], m, k, **shared, num_warps=_SQUARE_WARPS)
+    padded_m = _pad(m, pad_to)
+    row_codes = x_MK.new_empty(padded_m if rows else 0, k, dtype=fmt.dtype)
+    codes = x_MK.new_empty(k if columns else 0, padded_m, dtype=fmt.dtype)
+    row_scale_inv = x_MK.new_empty(1 if by_tensor else padded_m, 1, dtype=torch.float32)
+    column_scale_inv = row_scale_inv if by_tensor else x_MK.new_empty(k, 1, dtype=torch.float32)
     square_kernels.scaled[_grid(x_MK)](
-        x_MK.view(torch.int32),
+        words,
         row_codes.view(torch.uint8),
         k,
         codes.view(torch.uint8),
-        codes.stride(0),
-        row_scale,
-        column_scale,
+        padded_m,
+        amax,
+        amax[m:],
+        row_scale_inv,
+        column_scale_inv,
         m,
-        _pad(m, pad_to),
+        padded_m,
         k,
         ROWS=rows,
         COLUMNS=columns,
         BY_TENSOR=by_tensor,
         IS_EVEN=m % TILE == 0,
         IS_E4M3=fmt.name == "e4m3",
+        IS_POW2=scale_kind == "pow2",
         num_warps=_SQUARE_WARPS,
     )
-    if by_tensor:
-        one = row_scale_inv.view(1, 1)
-        return Directions(Quantized(row_codes, one) if rows else None, Quantized(codes, one) if columns else None)
-    missing = row_codes.shape[0] - m if rows else 0
-    whole = torch.nn.functional.pad(row_scale_inv, (0, missing), value=1.0)[:, None]
     return Directions(
-        Quantized(row_codes, whole) if rows else None, Quantized(codes, column_scale_inv[:, None]) if columns else None
+        Quantized(row_codes, row_scale_inv) if rows else None, Quantized(codes, column_scale_inv) if columns else None
     )
-
-
-def _largest(x_MK: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """(amax of rows [M] or of everything [], amax of columns [K]) in FP32 over finite values; unasked ones are of size 0."""
-    m, k = x_MK.shape
-    by_tensor = not (rows or columns)
-    squares = num_tiles(m) * num_tiles(k)
-    row_parts = x_MK.new_empty(
-        squares if by_tensor else num_tiles(k), *(() if by_tensor else (m,)), dtype=torch.float32
-    )
-    column_parts = x_MK.new_empty(num_tiles(m), k if columns else 0, dtype=torch.float32)
-    square_kernels.largest[_grid(x_MK)](
-        x_MK.view(torch.int32),
-        row_parts,
-        column_parts,
-        m,
-        k,
-        ROWS=rows,
-        COLUMNS=columns,
-        IS_EVEN=m % TILE == 0,
-        num_warps=_SQUARE_WARPS,
-    )
-    # NaN stands for squares without a finite value
-    row_amax = row_parts.nan_to_num_(0.0).amax(0) if rows or by_tensor else row_parts.new_empty(0)
-    return row_amax, column_parts.nan_to_num_(0.0).amax(0)
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
@@ -331,11 +310,9 @@ def _copy(whole: Quantized, room: Room) -> Quantized:
     return room
 
 
-def _padded(q: Quantized, pad_to: int) -> Quantized:
+def _padded(q: Quantized, pad_to: int, by_tensor: bool) -> Quantized:
     rows, columns = q.codes.shape
     more_rows, more_columns = _pad(rows, pad_to) - rows, _pad(columns, pad_to) - columns
     codes = torch.nn.functional.pad(q.codes.view(torch.uint8), (0, more_columns, 0, more_rows)).view(q.codes.dtype)
-    by_row = q.scale_inv.shape[0] > 1 or rows == 1 < codes.shape[0]
-    return Quantized(
-        codes, torch.nn.functional.pad(q.scale_inv, (0, 0, 0, more_rows), value=1.0) if by_row else q.scale_inv
-    )
+    more_scales = 0 if by_tensor else more_rows
+    return Quantized(codes.contiguous(), torch.nn.functional.pad(q.scale_inv, (0, 0, 0, more_scales), value=1.0))

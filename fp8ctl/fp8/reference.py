@@ -1,6 +1,6 @@
 """The specification of FP8 in this project, in plain PyTorch, on any device. Each fast kernel has its twin here.
 
-Quantising a tile (1x128 along the contraction dimension K) or a block (128x128), in this order:
+Quantising a tile (1x128 along the contraction dimension K), a block (128x128), a row or a whole matrix, in this order:
 
 1. The input is converted to FP32 (exact for BF16 and FP16). Subnormals count; nothing is flushed to zero.
 2. amax is the largest magnitude among the finite values of the tile; 0 if there is none. The last tile or block of a
@@ -34,21 +34,23 @@ from fp8ctl.fp8.formats import E4M3, TILE, Fp8Format, ScaleKind, scales
 
 
 class Quantized(NamedTuple):
-    """An FP8 matrix: values = codes * scale_inv, each scale_inv spread over its tile or block.
+    """An FP8 matrix: values = codes * scale_inv, each scale_inv spread over its tile, block, row or the whole matrix.
 
-    codes: [R, K] float8. scale_inv: FP32, [R, ceil(K/128)] for tiles, [ceil(R/128), ceil(K/128)] for blocks. (With one
-    row the two are the same thing, so shapes tell them apart.)
+    codes: [R, K] float8. scale_inv: FP32, [R, ceil(K/128)] for tiles, [ceil(R/128), ceil(K/128)] for blocks, [R, 1] for
+    rows, [1, 1] for the whole matrix. Shapes tell them apart: as many scales as the axis is long are one each, one
+    scale is for all of the axis, else each is for 128. (Where two readings agree, they are the same thing.)
     """
 
     codes: Tensor
     scale_inv: Tensor
 
     def t(self) -> Quantized:
-        """The transposed matrix, exact; for blocks only, since a tile transposed lies across the contraction dimension.
+        """The transposed matrix, exact; for blocks and for one scale only, since a tile or a row transposed lies across the
+        contraction dimension.
 
         This is how dgrad reads the weight: the same block quantisation, contracted over N instead of K.
         """
-        if self.scale_inv.shape[0] != num_tiles(self.codes.shape[0]):
+        if self.scale_inv.shape[0] != num_tiles(self.codes.shape[0]) and self.scale_inv.numel() != 1:
             raise ValueError("only a matrix quantised by blocks can be transposed without quantising again")
         return Quantized(self.codes.t(), self.scale_inv.t())
 
@@ -63,19 +65,45 @@ def quantize_tile(x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "
 
     For wgrad hand in the transposed high-precision tensor (`x_MK.t()`): its tiles lie along the tokens.
     """
-    return _quantize(x_MK, fmt, scale_kind, tile_rows=1)
+    return _quantize(x_MK, fmt, scale_kind, (1, TILE))
 
 
 def quantize_block(w_NK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2") -> Quantized:
     """Quantises by 128x128 blocks: codes_NK, scale_inv_NbKb."""
-    return _quantize(w_NK, fmt, scale_kind, tile_rows=TILE)
+    return _quantize(w_NK, fmt, scale_kind, (TILE, TILE))
+
+
+def quantize_row(x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2") -> Quantized:
+    """Quantises with one scale for each row: codes_MK, scale_inv [M, 1]. Also how weights of a per-row recipe are."""
+    return _quantize(x_MK, fmt, scale_kind, (1, max(x_MK.shape[-1], 1)))
+
+
+def quantize_tensor(x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2") -> Quantized:
+    """Quantises with one scale for the matrix: codes_MK, scale_inv [1, 1]."""
+    return _quantize(x_MK, fmt, scale_kind, (max(x_MK.shape[0], 1), max(x_MK.shape[-1], 1)))
+
+
+def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """silu(gate) * up with silu(g) = g / (1 + exp(-g)): computed in FP32, rounded to the dtype of gate once."""
+    gate, up = gate_TF.float(), up_TF.float()
+    return (gate * torch.sigmoid(gate) * up).to(gate_TF.dtype)
+
+
+def swiglu_backward(gate_TF: Tensor, up_TF: Tensor, d_act_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(d_gate, d_up, act) of `swiglu`: computed in FP32, each rounded once.
+
+    With s = sigmoid(gate): d_up = d_act gate s, d_gate = d_act up (s + gate s (1 - s)).
+    """
+    gate, up, d_act = gate_TF.float(), up_TF.float(), d_act_TF.float()
+    s = torch.sigmoid(gate)
+    d_gate = d_act * up * (s + gate * s * (1 - s))
+    dtype = gate_TF.dtype
+    return d_gate.to(dtype), (d_act * gate * s).to(dtype), (gate * s * up).to(dtype)
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor) -> Tensor:
-    """FP32 values of a quantised matrix (by tiles or blocks, see `Quantized`), same shape as its codes."""
-    rows, columns = codes.shape
-    tile_rows = 1 if scale_inv.shape[0] == rows else TILE
-    return codes.to(torch.float32) * _spread(scale_inv, tile_rows, rows, columns)
+    """FP32 values of a quantised matrix (see `Quantized`), same shape as its codes."""
+    return codes.to(torch.float32) * _spread(scale_inv, *codes.shape)
 
 
 def gemm_nt(a_MK: Quantized, b_NK: Quantized, out_dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
@@ -90,24 +118,29 @@ def gemm_nt(a_MK: Quantized, b_NK: Quantized, out_dtype: torch.dtype, bias_N: Te
     return d_MN.to(out_dtype)
 
 
-def _quantize(x: Tensor, fmt: Fp8Format, scale_kind: ScaleKind, tile_rows: int) -> Quantized:
+def _quantize(x: Tensor, fmt: Fp8Format, scale_kind: ScaleKind, tile: tuple[int, int]) -> Quantized:
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"expected a matrix of float32, bfloat16 or float16, got {x.dtype} of shape {tuple(x.shape)}")
     x = x.to(torch.float32)
     is_finite = x.isfinite()
-    scale, scale_inv = scales(_tile_amax(torch.where(is_finite, x.abs(), 0.0), tile_rows), fmt, scale_kind)
-    scaled = (x * _spread(scale, tile_rows, *x.shape)).clamp(-fmt.largest, fmt.largest)
+    scale, scale_inv = scales(_tile_amax(torch.where(is_finite, x.abs(), 0.0), tile), fmt, scale_kind)
+    scaled = (x * _spread(scale, *x.shape)).clamp(-fmt.largest, fmt.largest)
     return Quantized(torch.where(is_finite, scaled, torch.nan).to(fmt.dtype), scale_inv)
 
 
-def _tile_amax(magnitude: Tensor, tile_rows: int) -> Tensor:
-    """Largest value of each tile_rows x 128 tile."""
-    rows, columns = magnitude.shape
-    padded = torch.nn.functional.pad(magnitude, (0, -columns % TILE, 0, -rows % tile_rows))
-    grid = padded.view(padded.shape[0] // tile_rows, tile_rows, padded.shape[1] // TILE, TILE)
+def _tile_amax(magnitude: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Largest value of each tile."""
+    (rows, columns), (tile_rows, tile_columns) = magnitude.shape, tile
+    padded = torch.nn.functional.pad(magnitude, (0, -columns % tile_columns, 0, -rows % tile_rows))
+    grid = padded.view(padded.shape[0] // tile_rows, tile_rows, padded.shape[1] // tile_columns, tile_columns)
     return grid.amax(dim=(1, 3))
 
 
-def _spread(per_tile: Tensor, tile_rows: int, rows: int, columns: int) -> Tensor:
+def _spread(per_tile: Tensor, rows: int, columns: int) -> Tensor:
     """Repeats one value per tile over the elements of its tile."""
-    return per_tile.repeat_interleave(tile_rows, 0)[:rows].repeat_interleave(TILE, 1)[:, :columns]
+    for axis, size in enumerate((rows, columns)):
+        if per_tile.shape[axis] == 1:
+            per_tile = per_tile.expand(size, -1) if axis == 0 else per_tile.expand(-1, size)
+        elif per_tile.shape[axis] != size:
+            per_tile = per_tile.repeat_interleave(TILE, axis).narrow(axis, 0, size)
+    return per_tile

@@ -166,26 +166,33 @@ def blocks(
 
 
 @triton.jit
+def _finite_bits(amax):
+    """Bits of amax as an integer of the same order; 0 for NaN, which stands for no finite value."""
+    bits = amax.to(tl.int32, bitcast=True)
+    return tl.where(bits > 0x7F800000, 0, bits)
+
+
+@triton.jit
 def largest(
     x_ptr, row_amax_ptr, column_amax_ptr, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr
 ):
-    """Largest finite magnitude of each square's rows [K/128, M], of its columns [ceil(M/128), K], or (neither) of each square; NaN
-    where there is none.
+    """Raises the integers at row_amax [M] and column_amax [K], or (neither asked for) the one at row_amax, to the bits of the largest
+    finite magnitudes.
     """
     m, k = _place(K)
     pair = _square(x_ptr, m, k, M, K, IS_EVEN)
     if ROWS:
         row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
         even, odd = _unpack(_amax(pair, 2))
-        tl.store(row_amax_ptr + k // _SIDE * M + m + row, tl.maximum(even, odd), mask=row < M - m)
+        tl.atomic_max(row_amax_ptr + m + row, _finite_bits(tl.maximum(even, odd)), mask=row < M - m, sem="relaxed")
     if COLUMNS:
         even, odd = _unpack(_amax(_amax(pair, 1), 0))
-        at = column_amax_ptr + m // _SIDE * K + k + 2 * tl.arange(0, _WORDS)
-        tl.store(at, even)
-        tl.store(at + 1, odd)
+        at = column_amax_ptr + k + 2 * tl.arange(0, _WORDS)
+        tl.atomic_max(at, _finite_bits(even), sem="relaxed")
+        tl.atomic_max(at + 1, _finite_bits(odd), sem="relaxed")
     if not (ROWS or COLUMNS):
         even, odd = _unpack(_amax(_amax(_amax(pair, 2), 1), 0))
-        tl.store(row_amax_ptr + tl.program_id(0), tl.maximum(even, odd))
+        tl.atomic_max(row_amax_ptr, _finite_bits(tl.maximum(even, odd)), sem="relaxed")
 
 
 @triton.jit
@@ -195,8 +202,10 @@ def scaled(
     row_stride,
     codes_ptr,
     stride,
-    row_scale_ptr,
-    column_scale_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
+    row_scale_inv_ptr,
+    column_scale_inv_ptr,
     M,
     padded_M,
     K,
@@ -205,16 +214,25 @@ def scaled(
     BY_TENSOR: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_E4M3: tl.constexpr,
+    IS_POW2: tl.constexpr,
 ):
-    """Codes with given scales: of each row for the one direction and of each column for the other, or one for all."""
+    """Codes with the scales of given amax (bits): of each row for the one direction and of each column for the other, or of the
+    integer at row_amax for both. The first squares of each row and column write scale_inv.
+    """
     m, k = _place(K)
     pair = _square(x_ptr, m, k, M, K, IS_EVEN)
+    if BY_TENSOR:
+        scale, scale_inv = _scales_or_one(tl.load(row_amax_ptr).to(tl.float32, bitcast=True), IS_E4M3, IS_POW2)
+        if tl.program_id(0) == 0:
+            tl.store(row_scale_inv_ptr, scale_inv)
     if ROWS:
-        row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
-        if BY_TENSOR:
-            scale = tl.load(row_scale_ptr)
-        else:
-            scale = tl.load(row_scale_ptr + m + row, mask=row < M - m, other=1.0)[:, :, None]
+        if not BY_TENSOR:
+            row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
+            amax = tl.load(row_amax_ptr + m + row, mask=row < M - m, other=0).to(tl.float32, bitcast=True)
+            scale, scale_inv = _scales_or_one(amax, IS_E4M3, IS_POW2)
+            if k == 0:
+                tl.store(row_scale_inv_ptr + m + row, scale_inv, mask=row < padded_M - m)
+            scale = scale[:, :, None]
         _store_square(
             pair,
             scale,
@@ -228,11 +246,15 @@ def scaled(
         )
     if COLUMNS:
         if BY_TENSOR:
-            one = tl.load(row_scale_ptr)
-            even_scale, odd_scale = one, one
+            even_scale, odd_scale = scale, scale
         else:
-            at = column_scale_ptr + k + 2 * tl.arange(0, _WORDS)
-            even_scale, odd_scale = tl.load(at)[None, None, :], tl.load(at + 1)[None, None, :]
+            at = column_amax_ptr + k + 2 * tl.arange(0, _WORDS)
+            even_scale, even_scale_inv = _scales_or_one(tl.load(at).to(tl.float32, bitcast=True), IS_E4M3, IS_POW2)
+            odd_scale, odd_scale_inv = _scales_or_one(tl.load(at + 1).to(tl.float32, bitcast=True), IS_E4M3, IS_POW2)
+            if m == 0:
+                column = column_scale_inv_ptr + k + tl.arange(0, _SIDE)
+                tl.store(column, tl.interleave(even_scale_inv, odd_scale_inv))
+            even_scale, odd_scale = even_scale[None, None, :], odd_scale[None, None, :]
         _store_square(
             pair,
             even_scale,
@@ -247,16 +269,42 @@ def scaled(
 
 
 @triton.jit
+def _turn(a, b, c, d):
+    """Four words of four bytes as a 4x4 matrix, transposed."""
+    if _IS_INTERPRETED:
+        w0 = (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
+        w1 = ((a >> 8) & 0xFF) | (b & 0xFF00) | ((c << 8) & 0xFF0000) | ((d << 16) & -0x1000000)
+        w2 = ((a >> 16) & 0xFF) | ((b >> 8) & 0xFF00) | (c & 0xFF0000) | ((d << 8) & -0x1000000)
+        w3 = ((a >> 24) & 0xFF) | ((b >> 16) & 0xFF00) | ((c >> 8) & 0xFF0000) | (d & -0x1000000)
+    else:
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            "{ .reg .b32 p, q, r, s; prmt.b32 p, $4, $5, 0x5140; prmt.b32 q, $6, $7, 0x5140; "
+            "prmt.b32 r, $4, $5, 0x7362; prmt.b32 s, $6, $7, 0x7362; prmt.b32 $0, p, q, 0x5410; "
+            "prmt.b32 $1, p, q, 0x7632; prmt.b32 $2, r, s, 0x5410; prmt.b32 $3, r, s, 0x7632; }",
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [a, b, c, d],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    return w0, w1, w2, w3
+
+
+@triton.jit
 def transposed(codes_ptr, out_ptr, M, K):
-    """Bytes [M, K] -> [K, M], both multiples of 16."""
+    """Bytes [M, K] -> [K, M], both multiples of 16, in words of four."""
     squares = tl.cdiv(K, _SIDE)
     m = (tl.program_id(0) // squares).to(tl.int64) * _SIDE
     k = (tl.program_id(0) % squares).to(tl.int64) * _SIDE
     row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
-    column = tl.arange(0, _SIDE)
-    at = codes_ptr + (m + row[:, :, None]) * K + k + column[None, None, :]
-    codes = tl.load(at, mask=(row[:, :, None] < M - m) & (column[None, None, :] < K - k), other=0).to(tl.int32)
-    words = tl.sum(codes << (8 * tl.arange(0, 4))[None, :, None], axis=1)
-    i = tl.arange(0, 32)
-    out_at = out_ptr.to(tl.pointer_type(tl.int32)) + (k + column[:, None]) * (M // 4) + m // 4 + i[None, :]
-    tl.store(out_at, tl.trans(words), mask=(column[:, None] < K - k) & (4 * i[None, :] < M - m))
+    word = tl.arange(0, 32)[None, None, :]
+    at = codes_ptr.to(tl.pointer_type(tl.int32)) + (m + row[:, :, None]) * (K // 4) + k // 4 + word
+    words = tl.load(at, mask=(row[:, :, None] < M - m) & (4 * word < K - k), other=0)
+    rows_02, rows_13 = tl.split(tl.reshape(tl.permute(words, (0, 2, 1)), (32, 32, 2, 2)))
+    a, c = tl.split(rows_02)
+    b, d = tl.split(rows_13)
+    w0, w1, w2, w3 = _turn(a, b, c, d)
+    turned = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (32, _SIDE))
+    column, i = tl.arange(0, _SIDE)[:, None], tl.arange(0, 32)[None, :]
+    out_at = out_ptr.to(tl.pointer_type(tl.int32)) + (k + column) * (M // 4) + m // 4 + i
+    tl.store(out_at, tl.trans(turned), mask=(column < K - k) & (4 * i < M - m))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8ctl.fp8.emulate import Along, magnitude_bits, split_tiles, tile_amax
+from fp8ctl.fp8.emulate import Along, Granularity, magnitude_bits, split_tiles, tile_amax, tile_shape
 from fp8ctl.fp8.formats import Fp8Format, ScaleKind, scales
 
 _CERTAINLY_FINITE = 2.0**127
@@ -30,7 +30,15 @@ class QuantStats:
     """10 log10(sum x^2 / sum (x - values)^2) over the finite values; inf where nothing was lost."""
 
 
-def quant_stats(x_RC: Tensor, values_RC: Tensor, along: Along, fmt: Fp8Format, scale_kind: ScaleKind) -> QuantStats:
+def quant_stats(
+    x_RC: Tensor,
+    values_RC: Tensor,
+    along: Along,
+    fmt: Fp8Format,
+    scale_kind: ScaleKind,
+    *,
+    granularity: Granularity = "block",
+) -> QuantStats:
     """Statistics of the matrix x (BF16 or FP32) and its `values` after `emulate.quantize_dequantize` with the same
     arguments.
 
@@ -40,13 +48,14 @@ def quant_stats(x_RC: Tensor, values_RC: Tensor, along: Along, fmt: Fp8Format, s
         return QuantStats(0.0, 0.0, 0.0, math.inf)
     values, num_values = values_RC.contiguous(), x_RC.numel()
     x = x_RC.detach().to(values.dtype).contiguous()
-    x_tiles = magnitude_bits(split_tiles(x, along))
+    tile = tile_shape(x, along, granularity)
+    x_tiles = magnitude_bits(split_tiles(x, tile))
     amax = x_tiles.amax().view(x.dtype)
     if not bool(amax < _CERTAINLY_FINITE):
         is_finite = x.isfinite() & values.isfinite()
         x, values = torch.where(is_finite, x, 0.0), torch.where(is_finite, values, 0.0)
-        x_tiles = magnitude_bits(split_tiles(x, along))
-    value_tiles = magnitude_bits(split_tiles(values, along))
+        x_tiles = magnitude_bits(split_tiles(x, tile))
+    value_tiles = magnitude_bits(split_tiles(values, tile))
 
     # A zero stays zero, so what became zero is the difference in number
     underflow = torch.count_nonzero(x_tiles) - torch.count_nonzero(value_tiles)

@@ -72,7 +72,7 @@ def test_every_bf16_number_beside_every_kind_of_amax(fmt: object) -> None:
             inside = everything[everything <= amax]
             inside = torch.cat([inside, inside.new_zeros(-len(inside) % 127)]).view(-1, 127)
             x = torch.cat([amax.expand(len(inside), 1), -inside], dim=1)
-            got = emulate._round_pow2(x.contiguous(), "rows", fmt)  # type: ignore[arg-type]
+            got = emulate._round_pow2(x.contiguous(), (1, 128), fmt)  # type: ignore[arg-type]
             assert got is not None
             assert_same_bits(got, by_reference(x, "rows", fmt.name, "pow2").to(torch.bfloat16))  # type: ignore[attr-defined]
 
@@ -80,12 +80,12 @@ def test_every_bf16_number_beside_every_kind_of_amax(fmt: object) -> None:
 def test_ordinary_tensors_take_the_fast_way_and_odd_ones_the_reference() -> None:
     x = torch.randn(8, 200)
     x[0] = 0.0
-    assert emulate._round_pow2(x, "rows", E4M3) is not None
+    assert emulate._round_pow2(x, (1, 128), E4M3) is not None
     for odd in (math.inf, math.nan, 1e38):
         y = x.clone()
         y[3, 5] = odd
-        assert emulate._round_pow2(y, "rows", E4M3) is None
-    assert emulate._round_pow2(x * 1e-35, "rows", E4M3) is None
+        assert emulate._round_pow2(y, (1, 128), E4M3) is None
+    assert emulate._round_pow2(x * 1e-35, (1, 128), E4M3) is None
 
 
 def test_the_input_is_left_alone_and_strides_do_not_matter() -> None:
@@ -105,12 +105,12 @@ def test_bf16_values_are_exact_with_pow2_scales() -> None:
 
 def test_fp32_scales_come_out_in_fp32() -> None:
     x = torch.randn(64, 300).bfloat16()
-    assert emulate._round_fp32(x.float(), "rows", E4M3) is not None
+    assert emulate._round_fp32(x.float(), (1, 128), E4M3) is not None
     for along in ("rows", "columns", "block"):
         got = quantize_dequantize(x, along, E4M3, "fp32")  # type: ignore[arg-type]
         assert_same_bits(got, by_reference(x, along, "e4m3", "fp32"))
     x[2, 7] = math.inf
-    assert emulate._round_fp32(x.float(), "rows", E4M3) is None
+    assert emulate._round_fp32(x.float(), (1, 128), E4M3) is None
 
 
 def test_empty_and_half_precision_inputs() -> None:

@@ -132,3 +132,72 @@ def test_what_the_kernels_refuse_and_what_is_empty() -> None:
         kernels.quantize_block(torch.zeros(4, device=DEVICE))
     empty = kernels.quantize_tile_both(torch.zeros(0, 576, device=DEVICE))
     assert empty[0].codes.shape == (0, 576) and empty[1].codes.shape == (576, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fmt", "kind", "dtype"), CASES, ids=case_name)
+@pytest.mark.parametrize("shape", [(256, 128), (132, 256), (130, 200), (1, 128)], ids=str)
+def test_scales_by_row_and_by_tensor(fmt: Fp8Format, kind: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    from fp8ctl.fp8 import kernels
+
+    x = awkward(*shape, dtype)
+    for quantize, wanted in ((kernels.quantize_row, reference.quantize_row), (kernels.quantize_tensor, reference.quantize_tensor)):
+        rows, columns = quantize(x.to(DEVICE), fmt, kind, rows=True, columns=True)  # type: ignore[arg-type]
+        assert rows is not None and columns is not None
+        assert_same(rows, wanted(x, fmt, kind))  # type: ignore[arg-type]
+        assert_same(columns, wanted(x.t(), fmt, kind))  # type: ignore[arg-type]
+        assert rows.codes.is_contiguous() and columns.codes.is_contiguous()
+        alone = quantize(x.to(DEVICE), fmt, kind, rows=False, columns=True)  # type: ignore[arg-type]
+        assert alone.rows is None and alone.columns is not None
+        assert_same(alone.columns, wanted(x.t(), fmt, kind))  # type: ignore[arg-type]
+        padded = torch.zeros(*(-(-size // 16) * 16 for size in shape), dtype=dtype)
+        padded[: shape[0], : shape[1]] = x
+        both = quantize(x.to(DEVICE), fmt, kind, rows=True, columns=True, pad_to=16)  # type: ignore[arg-type]
+        assert both.rows is not None and both.columns is not None
+        assert_same(both.rows, wanted(padded, fmt, kind))  # type: ignore[arg-type]
+        assert_same(both.columns, wanted(padded.t(), fmt, kind))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(128, 128), (576, 192), (1536, 576)], ids=str)
+def test_blocks_are_transposed_without_their_matrix(shape: tuple[int, int]) -> None:
+    from fp8ctl.fp8 import kernels
+
+    w = awkward(*shape, torch.bfloat16)
+    q = kernels.quantize_block(w.to(DEVICE))
+    turned = kernels.transpose_block(q)
+    assert turned.codes.is_contiguous()
+    assert_same(turned, reference.quantize_block(w).t())
+    assert turned.scale_inv.stride() == kernels.quantize_block(w.to(DEVICE), transposed=True).scale_inv.stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=case_name)
+@pytest.mark.parametrize("rows", [256, 150])
+def test_parts_of_a_larger_matrix_are_written_in_place(dtype: torch.dtype, rows: int) -> None:
+    from fp8ctl.fp8 import kernels
+    from fp8ctl.fp8.reference import Quantized
+
+    parts = [awkward(rows, width, dtype).to(DEVICE) for width in (256, 128)]
+    whole = torch.cat(parts, dim=1)
+    along_rows = kernels.empty_tiles(whole, rows, 384, pad_to=16)
+    along_columns = kernels.empty_tiles(whole, 384, rows, pad_to=16)
+    for part, begin in zip(parts, (0, 256), strict=True):
+        end = begin + part.shape[1]
+        out_rows = Quantized(along_rows.codes[:, begin:end], along_rows.scale_inv[:, begin // 128 : end // 128])
+        out_columns = Quantized(along_columns.codes[begin:end], along_columns.scale_inv[begin:end])
+        kernels.quantize_tile_both(part, pad_to=16, out=(out_rows, out_columns))
+    wanted = kernels.quantize_tile_both(whole, pad_to=16)
+    assert_same(along_rows, Quantized(*(t.cpu() for t in wanted[0])))
+    assert_same(along_columns, Quantized(*(t.cpu() for t in wanted[1])))
+
+    weights = [awkward(height, 384, dtype).to(DEVICE) for height in (256, 128)]
+    for transposed in (False, True):
+        joined = kernels.empty_blocks(weights[0], *((384, 384)), pad_to=16)
+        for w, begin in zip(weights, (0, 256), strict=True):
+            end, blocks = begin + w.shape[0], slice(begin // 128, (begin + w.shape[0]) // 128)
+            codes = joined.codes[:, begin:end] if transposed else joined.codes[begin:end]
+            scale_inv = joined.scale_inv[:, blocks] if transposed else joined.scale_inv[blocks]
+            kernels.quantize_block(w, transposed=transposed, pad_to=16, out=Quantized(codes, scale_inv))
+        alone = kernels.quantize_block(torch.cat(weights), transposed=transposed, pad_to=16)
+        assert_same(joined, Quantized(*(t.cpu() for t in alone)))
