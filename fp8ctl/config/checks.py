@@ -115,7 +115,9 @@ def check_precision(precision: PrecisionConfig) -> list[Problem]:
     if precision.backend == "te" and (recipe.granularity == "row" or recipe.wgrad == "x_block"):
         what = "granularity row" if recipe.granularity == "row" else "wgrad x_block"
         problems.append(
-            Problem("precision.backend", f"transformer-engine has no {what}", "set precision.backend=native or reference")
+            Problem(
+                "precision.backend", f"transformer-engine has no {what}", "set precision.backend=native or reference"
+            )
         )
     return problems
 

@@ -68,10 +68,6 @@ class Gemms(Protocol):
         """W [Ni, K] of each linear, or W^T as dgrad reads it; one operand for all if joined."""
         ...
 
-    def transpose(self, weight: Operand, recipe: RecipeConfig) -> Operand:
-        """W^T as dgrad reads it, from the W of fprop. Not for granularity row, which has other scales there."""
-        ...
-
     def gemm(
         self,
         direction: Direction,
@@ -127,10 +123,6 @@ class PlainGemms:
     ) -> list[Operand]:
         """See `Gemms`."""
         return [(w.t() if transposed else w,) for w in weights]
-
-    def transpose(self, weight: Operand, recipe: RecipeConfig) -> Operand:
-        """See `Gemms`."""
-        return (weight[0].t(),)
 
     def gemm(
         self,

@@ -112,24 +112,6 @@ def quantize_block(
     return q if whole is q else _copy(whole, q)
 
 
-def transpose_block(w_NK: Quantized) -> Quantized:
-    """A matrix by blocks (or with one scale) transposed, codes contiguous [K, N]; both sides multiples of 16."""
-    codes, scale_inv = w_NK
-    n, k = codes.shape
-    if scale_inv.numel() == 1:
-        turned_scale_inv = scale_inv
-    else:
-        length = _pad(scale_inv.shape[0], _SCALES_PAD_TO)
-        turned_scale_inv = scale_inv.new_ones(scale_inv.shape[1], length)[:, : scale_inv.shape[0]].copy_(scale_inv.t())
-    turned = torch.empty_like(codes, memory_format=torch.contiguous_format).view(k, n)
-    if codes.numel() > 0:
-        grid = (num_tiles(n) * num_tiles(k),)
-        square_kernels.transposed[grid](
-            codes.view(torch.uint8), turned.view(torch.uint8), n, k, num_warps=_SQUARE_WARPS
-        )
-    return Quantized(turned, turned_scale_inv)
-
-
 class Directions(NamedTuple):
     """A matrix as its rows read it and, transposed, as its columns do; None for one that was not asked for."""
 

@@ -86,11 +86,6 @@ class NativeGemms:
             return [_quantize_weights_as_one(weights, recipe, transposed)]
         return [kernels.quantize_block(w, E4M3, recipe.scale, transposed=transposed, pad_to=PAD_TO) for w in weights]
 
-    def transpose(self, weight: Operand, recipe: RecipeConfig) -> Operand:
-        """See `Gemms`."""
-        codes, scale_inv = weight
-        return kernels.transpose_block(Quantized(codes, scale_inv))
-
     def gemm(
         self,
         direction: Direction,

@@ -84,6 +84,8 @@ def build_model(config: TrainConfig, device: torch.device) -> PlannedModel:
     if device.type == "cuda":
         model.compile_kernels = config.engine.compile == "kernels"
         if config.engine.compile == "blocks":
+            # one form for each precision of each linear that a plan mixes, with and without gradients
+            torch._dynamo.config.recompile_limit = 32
             for block in model.model.layers:
                 block.compile(dynamic=False)
     return PlannedModel(model, shape, plan, backend, attention)

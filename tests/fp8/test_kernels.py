@@ -141,7 +141,10 @@ def test_scales_by_row_and_by_tensor(fmt: Fp8Format, kind: str, dtype: torch.dty
     from fp8ctl.fp8 import kernels
 
     x = awkward(*shape, dtype)
-    for quantize, wanted in ((kernels.quantize_row, reference.quantize_row), (kernels.quantize_tensor, reference.quantize_tensor)):
+    for quantize, wanted in (
+        (kernels.quantize_row, reference.quantize_row),
+        (kernels.quantize_tensor, reference.quantize_tensor),
+    ):
         rows, columns = quantize(x.to(DEVICE), fmt, kind, rows=True, columns=True)  # type: ignore[arg-type]
         assert rows is not None and columns is not None
         assert_same(rows, wanted(x, fmt, kind))  # type: ignore[arg-type]
@@ -156,19 +159,6 @@ def test_scales_by_row_and_by_tensor(fmt: Fp8Format, kind: str, dtype: torch.dty
         assert both.rows is not None and both.columns is not None
         assert_same(both.rows, wanted(padded, fmt, kind))  # type: ignore[arg-type]
         assert_same(both.columns, wanted(padded.t(), fmt, kind))  # type: ignore[arg-type]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(128, 128), (576, 192), (1536, 576)], ids=str)
-def test_blocks_are_transposed_without_their_matrix(shape: tuple[int, int]) -> None:
-    from fp8ctl.fp8 import kernels
-
-    w = awkward(*shape, torch.bfloat16)
-    q = kernels.quantize_block(w.to(DEVICE))
-    turned = kernels.transpose_block(q)
-    assert turned.codes.is_contiguous()
-    assert_same(turned, reference.quantize_block(w).t())
-    assert turned.scale_inv.stride() == kernels.quantize_block(w.to(DEVICE), transposed=True).scale_inv.stride()
 
 
 @pytest.mark.gpu
