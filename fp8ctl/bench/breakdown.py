@@ -8,8 +8,8 @@ from typing import Any
 
 GROUPS: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|sdpa|attn|attention|cudnn_generated"),
-    ("swiglu", r"swiglu|silu"),
-    ("quantise", r"quantize|quantise|transpose_block|amax|to_fp8|_tile_kernel|_row_kernel|cast_transpose"),
+    ("swiglu", r"swiglu|silu|^(forward|backward)(_bf16)?$"),
+    ("quantise", r"quantize|quantise|amax|to_fp8|_tile_kernel|_row_kernel|cast_transpose"),
     (
         "GEMM FP8",
         r"e4m3|e5m2|fp8.*(gemm|mm)|block_gemm|(gemm|nvjet|cutlass|wgmma).*(fp8|qq|e4m3)|nvjet_qq|nvjet_sm90_qq",

@@ -68,7 +68,7 @@ def _store(ptr, values, rows, columns, num_rows, num_columns, stride, IS_EVEN: t
 
 
 @triton.jit
-def tiles(
+def quantize_tiles(
     x_ptr,
     row_codes_ptr,
     row_scale_inv_ptr,
@@ -108,7 +108,7 @@ def tiles(
 
 
 @triton.jit
-def blocks(
+def quantize_blocks(
     w_ptr,
     codes_ptr,
     scale_inv_ptr,

@@ -79,7 +79,7 @@ def quantize_block(
     if w_NK.numel() == 0:
         return q
     if _fills_squares(w_NK, pad_to):
-        square_kernels.blocks[_grid(w_NK)](
+        square_kernels.quantize_blocks[_grid(w_NK)](
             w_NK.view(torch.int32),
             q.codes.view(torch.uint8),
             q.codes.stride(0),
@@ -96,7 +96,7 @@ def quantize_block(
         )
         return q
     whole = q if out is None else empty_blocks(w_NK, *((k, n) if transposed else (n, k)), fmt, pad_to)
-    generic_kernels.blocks[_grid(w_NK)](
+    generic_kernels.quantize_blocks[_grid(w_NK)](
         w_NK,
         whole.codes.view(torch.uint8),
         whole.scale_inv,
@@ -155,7 +155,7 @@ def _tiles(
         return
     if _fills_squares(x_MK, pad_to):
         nowhere = x_MK  # a pointer that no code uses
-        square_kernels.tiles[_grid(x_MK)](
+        square_kernels.quantize_tiles[_grid(x_MK)](
             x_MK.view(torch.int32),
             nowhere if rows is None else rows.codes.view(torch.uint8),
             0 if rows is None else rows.codes.stride(0),
@@ -180,7 +180,7 @@ def _tiles(
     whole_columns = None if columns is None else empty_tiles(x_MK, k, m, fmt, pad_to)
     none = empty_tiles(x_MK, 0, 0, fmt)
     into_rows, into_columns = whole_rows or none, whole_columns or none
-    generic_kernels.tiles[_grid(x_MK)](
+    generic_kernels.quantize_tiles[_grid(x_MK)](
         x_MK,
         into_rows.codes.view(torch.uint8),
         into_rows.scale_inv,
@@ -213,13 +213,13 @@ def _with_given_scales(
     amax = x_MK.new_zeros(1 if by_tensor else m + k, dtype=torch.int32)
     shared = {"ROWS": rows and not by_tensor, "COLUMNS": columns and not by_tensor, "IS_EVEN": m % TILE == 0}
     words = x_MK.view(torch.int32)
-    square_kernels.largest[_grid(x_MK)](words, amax, amax[m:], m, k, **shared, num_warps=_SQUARE_WARPS)
+    square_kernels.find_amax[_grid(x_MK)](words, amax, amax[m:], m, k, **shared, num_warps=_SQUARE_WARPS)
     padded_m = _pad(m, pad_to)
     row_codes = x_MK.new_empty(padded_m if rows else 0, k, dtype=fmt.dtype)
     codes = x_MK.new_empty(k if columns else 0, padded_m, dtype=fmt.dtype)
     row_scale_inv = x_MK.new_empty(1 if by_tensor else padded_m, 1, dtype=torch.float32)
     column_scale_inv = row_scale_inv if by_tensor else x_MK.new_empty(k, 1, dtype=torch.float32)
-    square_kernels.scaled[_grid(x_MK)](
+    square_kernels.quantize_scaled[_grid(x_MK)](
         words,
         row_codes.view(torch.uint8),
         k,

@@ -66,7 +66,7 @@ def _place(K):
 
 
 @triton.jit
-def tiles(
+def quantize_tiles(
     x_ptr,
     row_codes_ptr,
     row_stride,
@@ -138,7 +138,7 @@ def _store_square(
 
 
 @triton.jit
-def blocks(
+def quantize_blocks(
     w_ptr,
     codes_ptr,
     stride,
@@ -173,7 +173,7 @@ def _finite_bits(amax):
 
 
 @triton.jit
-def largest(
+def find_amax(
     x_ptr, row_amax_ptr, column_amax_ptr, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr
 ):
     """Raises the integers at row_amax [M] and column_amax [K], or (neither asked for) the one at row_amax, to the bits of the largest
@@ -196,7 +196,7 @@ def largest(
 
 
 @triton.jit
-def scaled(
+def quantize_scaled(
     x_ptr,
     row_codes_ptr,
     row_stride,
