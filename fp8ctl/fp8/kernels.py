@@ -10,6 +10,7 @@ a multiple of 4. `out` writes into parts of larger matrices (see `Room`), so tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -123,14 +124,88 @@ def quantize_row(
     x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, rows: bool, columns: bool, pad_to: int = 1
 ) -> Directions:
     """`reference.quantize_row` of a contiguous x and of x.t(): two reads of x, one for amax."""
-    return _with_given_scales(x_MK, fmt, scale_kind, rows, columns, pad_to, by_tensor=False)
+    return quantize_joined([x_MK], fmt, scale_kind, axis=0, by_tensor=False, rows=rows, columns=columns, pad_to=pad_to)
 
 
 def quantize_tensor(
     x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2", *, rows: bool, columns: bool, pad_to: int = 1
 ) -> Directions:
     """`reference.quantize_tensor` of a contiguous x and of x.t(): two reads of x, one for amax."""
-    return _with_given_scales(x_MK, fmt, scale_kind, rows, columns, pad_to, by_tensor=True)
+    return quantize_joined([x_MK], fmt, scale_kind, axis=0, by_tensor=True, rows=rows, columns=columns, pad_to=pad_to)
+
+
+def quantize_joined(
+    parts: Sequence[Tensor],
+    fmt: Fp8Format,
+    scale_kind: ScaleKind,
+    *,
+    axis: int,
+    by_tensor: bool,
+    rows: bool,
+    columns: bool,
+    pad_to: int = 1,
+) -> Directions:
+    """`quantize_tensor` or `quantize_row` of the parts put together along an axis, without putting them together first."""
+    sizes = [_sizes(part) for part in parts]
+    fits = all(part.numel() > 0 and _fills_squares(part, pad_to) for part in parts)
+    if not fits or (axis == 0 and len(parts) > 1 and any(m % TILE for m, _ in sizes)):
+        x_MK = torch.cat(list(parts), axis)
+        quantize = reference.quantize_tensor if by_tensor else reference.quantize_row
+        return Directions(
+            _padded(quantize(x_MK, fmt, scale_kind), pad_to, by_tensor) if rows else None,
+            _padded(quantize(x_MK.t(), fmt, scale_kind), pad_to, by_tensor) if columns else None,
+        )
+    m = sum(m for m, _ in sizes) if axis == 0 else sizes[0][0]
+    k = sum(k for _, k in sizes) if axis == 1 else sizes[0][1]
+    new, padded_m = parts[0].new_empty, _pad(m, pad_to)
+    amax = parts[0].new_zeros(1 if by_tensor else m + k, dtype=torch.int32)
+    row_codes = new(padded_m if rows else 0, k, dtype=fmt.dtype)
+    codes = new(k if columns else 0, padded_m, dtype=fmt.dtype)
+    row_scale_inv = new(1 if by_tensor else padded_m, 1, dtype=torch.float32)
+    column_scale_inv = row_scale_inv if by_tensor else new(k, 1, dtype=torch.float32)
+
+    begins = [(0, 0)]
+    for part_m, part_k in sizes:
+        begins.append((begins[-1][0] + (part_m if axis == 0 else 0), begins[-1][1] + (part_k if axis == 1 else 0)))
+    which = {"ROWS": rows and not by_tensor, "COLUMNS": columns and not by_tensor}
+    for part, (m0, k0) in zip(parts, begins, strict=False):
+        row_amax, column_amax = (amax, amax) if by_tensor else (amax[m0:], amax[m + k0 :])
+        is_even = part.shape[0] % TILE == 0
+        square_kernels.find_amax[_grid(part)](
+            part.view(torch.int32),
+            row_amax,
+            column_amax,
+            *part.shape,
+            **which,
+            IS_EVEN=is_even,
+            num_warps=_SQUARE_WARPS,
+        )
+    for part, (m0, k0) in zip(parts, begins, strict=False):
+        row_amax, column_amax = (amax, amax) if by_tensor else (amax[m0:], amax[m + k0 :])
+        square_kernels.quantize_scaled[_grid(part)](
+            part.view(torch.int32),
+            row_codes.view(torch.uint8)[m0:, k0:] if rows else row_codes.view(torch.uint8),
+            k,
+            codes.view(torch.uint8)[k0:, m0:] if columns else codes.view(torch.uint8),
+            padded_m,
+            row_amax,
+            column_amax,
+            row_scale_inv if by_tensor else row_scale_inv[m0:],
+            column_scale_inv if by_tensor else column_scale_inv[k0:],
+            part.shape[0],
+            padded_m - m0 if axis == 1 or len(parts) == 1 else part.shape[0],
+            part.shape[1],
+            ROWS=rows,
+            COLUMNS=columns,
+            BY_TENSOR=by_tensor,
+            IS_EVEN=part.shape[0] % TILE == 0,
+            IS_E4M3=fmt.name == "e4m3",
+            IS_POW2=scale_kind == "pow2",
+            num_warps=_SQUARE_WARPS,
+        )
+    return Directions(
+        Quantized(row_codes, row_scale_inv) if rows else None, Quantized(codes, column_scale_inv) if columns else None
+    )
 
 
 def empty_tiles(like: Tensor, rows: int, columns: int, fmt: Fp8Format = E4M3, pad_to: int = 1) -> Quantized:
@@ -198,51 +273,6 @@ def _tiles(
     for whole, room in ((whole_rows, rows), (whole_columns, columns)):
         if whole is not None and room is not None:
             _copy(whole, room)
-
-
-def _with_given_scales(
-    x_MK: Tensor, fmt: Fp8Format, scale_kind: ScaleKind, rows: bool, columns: bool, pad_to: int, *, by_tensor: bool
-) -> Directions:
-    m, k = _sizes(x_MK)
-    if x_MK.numel() == 0 or not _fills_squares(x_MK, pad_to):
-        quantize = reference.quantize_tensor if by_tensor else reference.quantize_row
-        return Directions(
-            _padded(quantize(x_MK, fmt, scale_kind), pad_to, by_tensor) if rows else None,
-            _padded(quantize(x_MK.t(), fmt, scale_kind), pad_to, by_tensor) if columns else None,
-        )
-    amax = x_MK.new_zeros(1 if by_tensor else m + k, dtype=torch.int32)
-    shared = {"ROWS": rows and not by_tensor, "COLUMNS": columns and not by_tensor, "IS_EVEN": m % TILE == 0}
-    words = x_MK.view(torch.int32)
-    square_kernels.find_amax[_grid(x_MK)](words, amax, amax[m:], m, k, **shared, num_warps=_SQUARE_WARPS)
-    padded_m = _pad(m, pad_to)
-    row_codes = x_MK.new_empty(padded_m if rows else 0, k, dtype=fmt.dtype)
-    codes = x_MK.new_empty(k if columns else 0, padded_m, dtype=fmt.dtype)
-    row_scale_inv = x_MK.new_empty(1 if by_tensor else padded_m, 1, dtype=torch.float32)
-    column_scale_inv = row_scale_inv if by_tensor else x_MK.new_empty(k, 1, dtype=torch.float32)
-    square_kernels.quantize_scaled[_grid(x_MK)](
-        words,
-        row_codes.view(torch.uint8),
-        k,
-        codes.view(torch.uint8),
-        padded_m,
-        amax,
-        amax[m:],
-        row_scale_inv,
-        column_scale_inv,
-        m,
-        padded_m,
-        k,
-        ROWS=rows,
-        COLUMNS=columns,
-        BY_TENSOR=by_tensor,
-        IS_EVEN=m % TILE == 0,
-        IS_E4M3=fmt.name == "e4m3",
-        IS_POW2=scale_kind == "pow2",
-        num_warps=_SQUARE_WARPS,
-    )
-    return Directions(
-        Quantized(row_codes, row_scale_inv) if rows else None, Quantized(codes, column_scale_inv) if columns else None
-    )
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:

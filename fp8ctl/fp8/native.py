@@ -69,6 +69,9 @@ class NativeGemms:
             if recipe.granularity == "block" and rows and columns:
                 along_rows, along_columns = _quantize_side_by_side(dys, fmt, recipe)
                 return [along_rows], [along_columns]
+            if recipe.granularity != "block":
+                both = self._joined(dys, 1, fmt, recipe, rows, columns)
+                return [q for q in both[:1] if q is not None], [q for q in both[1:] if q is not None]
             dys = [torch.cat(list(dys), dim=1)]
         pairs = [self._both(dy.contiguous(), fmt, recipe, rows, columns) for dy in dys]
         return [r for r, _ in pairs if r is not None], [c for _, c in pairs if c is not None]
@@ -79,9 +82,9 @@ class NativeGemms:
         """See `Gemms`."""
         weights = [w.contiguous() for w in weights]
         if recipe.granularity != "block":
-            parts = [torch.cat(weights)] if join else weights
-            pairs = [self._both(w, E4M3, recipe, not transposed, transposed) for w in parts]
-            return [p for pair in pairs for p in pair if p is not None]
+            groups = [weights] if join else [[w] for w in weights]
+            pairs = [self._joined(group, 0, E4M3, recipe, not transposed, transposed) for group in groups]
+            return [q for pair in pairs for q in pair if q is not None]
         if join:
             return [_quantize_weights_as_one(weights, recipe, transposed)]
         return [kernels.quantize_block(w, E4M3, recipe.scale, transposed=transposed, pad_to=PAD_TO) for w in weights]
@@ -125,13 +128,26 @@ class NativeGemms:
         """See `Gemms`; beside the 2 M N K that are counted."""
         return 2 * (pad(size.m) * pad(size.n) * pad(size.k) - size.m * size.n * size.k)
 
+    def _joined(
+        self, parts: Sequence[Tensor], axis: int, fmt: Fp8Format, recipe: RecipeConfig, rows: bool, columns: bool
+    ) -> tuple[Operand | None, Operand | None]:
+        """By row or by tensor."""
+        return kernels.quantize_joined(
+            [part.contiguous() for part in parts],
+            fmt,
+            recipe.scale,
+            axis=axis,
+            by_tensor=recipe.granularity == "tensor",
+            rows=rows,
+            columns=columns,
+            pad_to=PAD_TO,
+        )
+
     def _both(
         self, x_MK: Tensor, fmt: Fp8Format, recipe: RecipeConfig, rows: bool, columns: bool
     ) -> tuple[Operand | None, Operand | None]:
-        if recipe.granularity == "row":
-            return kernels.quantize_row(x_MK, fmt, recipe.scale, rows=rows, columns=columns, pad_to=PAD_TO)
-        if recipe.granularity == "tensor":
-            return kernels.quantize_tensor(x_MK, fmt, recipe.scale, rows=rows, columns=columns, pad_to=PAD_TO)
+        if recipe.granularity != "block":
+            return self._joined([x_MK], 0, fmt, recipe, rows, columns)
         if rows and columns:
             return kernels.quantize_tile_both(x_MK, fmt, recipe.scale, pad_to=PAD_TO)
         if rows:

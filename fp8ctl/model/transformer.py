@@ -108,6 +108,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = rotate_qk(q_TNH, k_TKH, cos_TH, sin_TH, compiled=self.compile_kernels)
+        # What attention keeps of a view would keep q and k of before the rotation alive as well
+        v_TKH = v_TKH.contiguous()
         if cache is None:
             out_TNH = attention(q_TNH, k_TKH, v_TKH, documents)
         else:

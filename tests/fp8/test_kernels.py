@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp8ctl.fp8 import reference
-from fp8ctl.fp8.formats import FORMATS, Fp8Format
+from fp8ctl.fp8.formats import E4M3, FORMATS, Fp8Format
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -191,3 +191,24 @@ def test_parts_of_a_larger_matrix_are_written_in_place(dtype: torch.dtype, rows:
             kernels.quantize_block(w, transposed=transposed, pad_to=16, out=Quantized(codes, scale_inv))
         alone = kernels.quantize_block(torch.cat(weights), transposed=transposed, pad_to=16)
         assert_same(joined, Quantized(*(t.cpu() for t in alone)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_tensor", [True, False])
+@pytest.mark.parametrize(
+    ("axis", "shapes"), [(0, [(256, 128), (128, 128)]), (1, [(132, 256), (132, 128)]), (0, [(64, 128), (192, 128)])]
+)
+def test_parts_share_scales_as_if_they_were_one_matrix(
+    axis: int, shapes: list[tuple[int, int]], by_tensor: bool
+) -> None:
+    from fp8ctl.fp8 import kernels
+
+    parts = [awkward(*shape, torch.bfloat16) for shape in shapes]
+    whole = torch.cat(parts, axis)
+    got = kernels.quantize_joined(
+        [part.to(DEVICE) for part in parts], E4M3, "fp32", axis=axis, by_tensor=by_tensor, rows=True, columns=True
+    )
+    quantize = reference.quantize_tensor if by_tensor else reference.quantize_row
+    assert got.rows is not None and got.columns is not None
+    assert_same(got.rows, quantize(whole, E4M3, "fp32"))
+    assert_same(got.columns, quantize(whole.t(), E4M3, "fp32"))
