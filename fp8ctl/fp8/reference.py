@@ -32,6 +32,9 @@ from torch import Tensor
 
 from fp8ctl.fp8.formats import E4M3, TILE, Fp8Format, ScaleKind, scales
 
+_Tile = tuple[int | None, int | None]
+"""Rows and columns that share a scale; None is all of the axis: one scale, even if the axis is empty."""
+
 
 class Quantized(NamedTuple):
     """An FP8 matrix: values = codes * scale_inv, each scale_inv spread over its tile, block, row or the whole matrix.
@@ -45,7 +48,7 @@ class Quantized(NamedTuple):
     scale_inv: Tensor
 
     def t(self) -> Quantized:
-        """The transposed matrix, exact; for blocks and for one scale only, since a tile or a row transposed lies across the
+        """The transposed matrix, exact; for blocks and for one scale only: a tile or a row transposed lies across the
         contraction dimension.
 
         This is how dgrad reads the weight: the same block quantisation, contracted over N instead of K.
@@ -75,12 +78,12 @@ def quantize_block(w_NK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = 
 
 def quantize_row(x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2") -> Quantized:
     """Quantises with one scale for each row: codes_MK, scale_inv [M, 1]. Also how weights of a per-row recipe are."""
-    return _quantize(x_MK, fmt, scale_kind, (1, max(x_MK.shape[-1], 1)))
+    return _quantize(x_MK, fmt, scale_kind, (1, None))
 
 
 def quantize_tensor(x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind = "pow2") -> Quantized:
     """Quantises with one scale for the matrix: codes_MK, scale_inv [1, 1]."""
-    return _quantize(x_MK, fmt, scale_kind, (max(x_MK.shape[0], 1), max(x_MK.shape[-1], 1)))
+    return _quantize(x_MK, fmt, scale_kind, (None, None))
 
 
 def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
@@ -92,13 +95,14 @@ def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
 def swiglu_backward(gate_TF: Tensor, up_TF: Tensor, d_act_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(d_gate, d_up, act) of `swiglu`: computed in FP32, each rounded once.
 
-    With s = sigmoid(gate): d_up = d_act gate s, d_gate = d_act up (s + gate s (1 - s)).
+    With s = sigmoid(gate): d_up = d_act (gate s), d_gate = d_act up (s + gate s (1 - s)).
     """
     gate, up, d_act = gate_TF.float(), up_TF.float(), d_act_TF.float()
     s = torch.sigmoid(gate)
-    d_gate = d_act * up * (s + gate * s * (1 - s))
+    silu = gate * s
+    d_gate = d_act * up * (s + silu * (1 - s))
     dtype = gate_TF.dtype
-    return d_gate.to(dtype), (d_act * gate * s).to(dtype), (gate * s * up).to(dtype)
+    return d_gate.to(dtype), (d_act * silu).to(dtype), (silu * up).to(dtype)
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor) -> Tensor:
@@ -118,7 +122,7 @@ def gemm_nt(a_MK: Quantized, b_NK: Quantized, out_dtype: torch.dtype, bias_N: Te
     return d_MN.to(out_dtype)
 
 
-def _quantize(x: Tensor, fmt: Fp8Format, scale_kind: ScaleKind, tile: tuple[int, int]) -> Quantized:
+def _quantize(x: Tensor, fmt: Fp8Format, scale_kind: ScaleKind, tile: _Tile) -> Quantized:
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"expected a matrix of float32, bfloat16 or float16, got {x.dtype} of shape {tuple(x.shape)}")
     x = x.to(torch.float32)
@@ -128,12 +132,14 @@ def _quantize(x: Tensor, fmt: Fp8Format, scale_kind: ScaleKind, tile: tuple[int,
     return Quantized(torch.where(is_finite, scaled, torch.nan).to(fmt.dtype), scale_inv)
 
 
-def _tile_amax(magnitude: Tensor, tile: tuple[int, int]) -> Tensor:
+def _tile_amax(magnitude: Tensor, tile: _Tile) -> Tensor:
     """Largest value of each tile."""
-    (rows, columns), (tile_rows, tile_columns) = magnitude.shape, tile
-    padded = torch.nn.functional.pad(magnitude, (0, -columns % tile_columns, 0, -rows % tile_rows))
-    grid = padded.view(padded.shape[0] // tile_rows, tile_rows, padded.shape[1] // tile_columns, tile_columns)
-    return grid.amax(dim=(1, 3))
+    grid: list[int] = []
+    for size, length in zip(magnitude.shape, tile, strict=True):
+        grid += [1, max(size, 1)] if length is None else [-(-size // length), length]
+    missing_rows, missing_columns = (grid[2 * i] * grid[2 * i + 1] - magnitude.shape[i] for i in (0, 1))
+    padded = torch.nn.functional.pad(magnitude, (0, missing_columns, 0, missing_rows))
+    return padded.view(grid).amax(dim=(1, 3))
 
 
 def _spread(per_tile: Tensor, rows: int, columns: int) -> Tensor:
