@@ -38,6 +38,22 @@ def check_train(config: TrainConfig) -> None:
                 "set engine.compile=kernels, or engine.zero_stage=2 or less",
             )
         )
+    if config.precision.backend == "te" and config.engine.zero_stage == 3:
+        problems.append(
+            Problem(
+                "precision.backend",
+                "transformer-engine keeps the data of weights for its backward pass, which zero_stage 3 frees",
+                "set engine.zero_stage=2 or less, or precision.backend=native",
+            )
+        )
+    if config.precision.recipe.granularity == "tensor_delayed" and config.engine.activation_checkpointing:
+        problems.append(
+            Problem(
+                "engine.activation_checkpointing",
+                "delayed scaling would recompute with other scales than forward had",
+                "set precision.recipe.granularity=tensor, or engine.activation_checkpointing=false",
+            )
+        )
     raise_problems(problems)
 
 
@@ -112,8 +128,8 @@ def check_precision(precision: PrecisionConfig) -> list[Problem]:
                 "set precision.recipe.wgrad=fp8",
             )
         )
-    if precision.backend == "te" and (recipe.granularity == "row" or recipe.wgrad == "x_block"):
-        what = "granularity row" if recipe.granularity == "row" else "wgrad x_block"
+    if precision.backend == "te" and (recipe.granularity == "row" or recipe.wgrad != "fp8"):
+        what = "granularity row" if recipe.granularity == "row" else f"wgrad {recipe.wgrad}"
         problems.append(
             Problem(
                 "precision.backend", f"transformer-engine has no {what}", "set precision.backend=native or reference"

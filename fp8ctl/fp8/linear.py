@@ -16,7 +16,7 @@ from fp8ctl.config.schema import RecipeConfig
 from fp8ctl.fp8.autograd import Keeps, handle_for, run, run_compiled, split
 from fp8ctl.fp8.calls import LinearCall
 from fp8ctl.fp8.counter import GemmCounter, Precision
-from fp8ctl.fp8.gemms import BackendName, GemmKernel, Gemms, Operand, gemms_of
+from fp8ctl.fp8.gemms import PLAIN, BackendName, GemmKernel, Gemms, Operand, gemms_of
 from fp8ctl.fp8.stats import QuantStats
 
 StatsSink = Callable[[str, QuantStats], None]
@@ -60,6 +60,8 @@ class Fp8Linear(nn.Linear):
         self.stats_sink: StatsSink | None = None
         self.weight_is_frozen = False
         self.weight_is_kept = False
+        self.te_executor: tuple[RecipeConfig, Any, Any] | None = None
+        """With backend te: what runs its GEMMs (see `te.py`)."""
         self.handle = handle_for(self)
         self.kept_weights: tuple[object, list[Operand]] | None = None
         """Quantised weights of the call whose first linear this is, and what they were made from."""
@@ -95,7 +97,9 @@ class Fp8Linear(nn.Linear):
 
     @property
     def gemms(self) -> Gemms:
-        """What quantises and multiplies at the moment."""
+        """What quantises and multiplies at the moment. With backend te only what it leaves to BF16."""
+        if self.backend == "te":
+            return PLAIN
         return gemms_of(self.precision, self.backend, self.kernel)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -111,6 +115,10 @@ class Fp8Linear(nn.Linear):
         if len(linears) < len(layers):
             return tuple(layer(input) for layer in layers)
         x_MK = input.reshape(-1, self.in_features)
+        if self.backend == "te" and self.precision == "fp8" and self._te_can_quantize(linears):
+            from fp8ctl.fp8.te import te_forward
+
+            return tuple(te_forward(layer, x_MK).view(*input.shape[:-1], -1) for layer in linears)
         is_training = self._is_trained(linears)
         ys: Sequence[Tensor]
         if torch.compiler.is_compiling():
@@ -126,7 +134,7 @@ class Fp8Linear(nn.Linear):
         """What a call keeps of its input for backward."""
         if not is_training:
             return "nothing"
-        if self.precision == "bf16" or self.backend == "reference" or self.recipe.wgrad == "bf16":
+        if self.precision == "bf16" or self.backend != "native" or self.recipe.wgrad == "bf16":
             return "input"
         if self.recipe.granularity in ("row", "tensor"):
             return self.recipe.granularity  # type: ignore[return-value]
@@ -152,6 +160,12 @@ class Fp8Linear(nn.Linear):
     def weight_changed(self) -> None:
         """Forgets the quantised weight."""
         self.kept_weights = None
+
+    @staticmethod
+    def _te_can_quantize(layers: Sequence[Fp8Linear]) -> bool:
+        from fp8ctl.fp8.te import can_quantize
+
+        return all(can_quantize(layer) for layer in layers)
 
     @staticmethod
     def _is_trained(layers: Sequence[Fp8Linear]) -> bool:

@@ -63,7 +63,7 @@ class Fp8Mlp(nn.Module):
             return False
         if any(layer.stats_sink is not None or layer.bias is not None for layer in layers):
             return False
-        if not (gate.agrees_with(up) and gate.agrees_with(down)) or gate.backend == "te":
+        if not (gate.agrees_with(up) and gate.agrees_with(down)):
             return False
         if gate.precision == "bf16":
             return True

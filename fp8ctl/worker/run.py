@@ -69,7 +69,7 @@ class Rank:
         self.loader, self.validation = build_data(config, self.planned.shape, self.dist)
         self.engine = Engine(self.planned.model, config, self.dist)
         # Stage 3 holds no whole weight between uses, and the emulation would keep the size of the weight itself
-        if self.planned.backend.name == "native" and self.engine.zero_stage < 3 and self.engine.grad_accum_steps > 1:
+        if self.planned.backend.name != "reference" and self.engine.zero_stage < 3 and self.engine.grad_accum_steps > 1:
             keep_quantized_weights(self.planned.model)
         self.monitor = StabilityMonitor(config.monitor)
         self.layer_stats = LayerStats(

@@ -1,0 +1,184 @@
+"""The `te` backend: the FP8 GEMMs of a linear through transformer-engine's own Linear.
+
+`Fp8Linear` stays what a model holds: it owns the parameters, counts, reports and switches. Behind it stands a
+transformer_engine.pytorch.Linear on the very same parameter objects, which is no submodule: checkpoints never hold its extra
+state, and any other backend loads them. What that state would carry, the amax history of delayed scaling, starts anew after a
+resume.
+
+Autocast. Each linear enters it by itself, so that a recomputed block runs in FP8 too. Delayed scaling updates its scales
+whenever the outermost autocast is left, so `open_autocast` puts one around the whole model's forward.
+
+ZeRO-3 is refused (`config/checks.py`): transformer-engine saves the weight's data for its backward pass, which stage 3 has freed by
+then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8ctl.config.schema import RecipeConfig
+from fp8ctl.errors import PrecisionError
+from fp8ctl.fp8.calls import report
+from fp8ctl.fp8.formats import E4M3, FORMATS
+
+if TYPE_CHECKING:
+    from fp8ctl.fp8.linear import Fp8Linear
+
+_OLDEST = (2, 3)
+"""First release with block scaling for Hopper."""
+_PAD_TOKENS_TO = 32
+"""transformer-engine refuses token counts that are no multiple of 8 (16 for wgrad by block, 32 for MXFP8)."""
+_FEATURES = 16
+"""Widths that are no multiple of it can't be quantised by transformer-engine."""
+
+
+def te_obstacle(recipe: RecipeConfig, device_type: str) -> str | None:
+    """Why this recipe can't run on transformer-engine here, in words; None if it can."""
+    if recipe.granularity == "row" or recipe.wgrad != "fp8":
+        lacking = "granularity row" if recipe.granularity == "row" else f"wgrad {recipe.wgrad}"
+        return f"transformer-engine has no {lacking}"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "transformer-engine is not installed"
+    if device_type != "cuda":
+        return "the run is on the CPU, transformer-engine needs a GPU"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    try:
+        # Whatever is wrong with it shows here, as any of a dozen types
+        te = importlib.import_module("transformer_engine.pytorch")
+        version = importlib.import_module("transformer_engine").__version__
+        if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < _OLDEST:
+            return f"transformer-engine {version} is too old, {'.'.join(map(str, _OLDEST))} is the oldest that will do"
+        te_recipe(recipe)
+        check = {"block": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}.get(
+            recipe.granularity, "is_fp8_available"
+        )
+        runs, why = getattr(te, check)(return_reason=True)
+    except Exception as e:
+        return f"transformer-engine is broken: {type(e).__name__}: {e}".splitlines()[0][:200]
+    return None if runs else f"transformer-engine: {why}".splitlines()[0][:200]
+
+
+def te_recipe(recipe: RecipeConfig) -> Any:
+    """The recipe in transformer-engine's terms.
+
+    Raises:
+        PrecisionError: it has none like this.
+    """
+    if recipe.granularity == "row" or recipe.wgrad != "fp8":
+        raise PrecisionError("transformer-engine has no such recipe", "set precision.backend=native or reference")
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    fmt = recipes.Format.E4M3 if recipe.grad_format == "e4m3" else recipes.Format.HYBRID
+    if recipe.granularity == "tensor_delayed":
+        return recipes.DelayedScaling(fp8_format=fmt)
+    if recipe.granularity == "mxfp8":
+        return recipes.MXFP8BlockScaling(fp8_format=fmt)
+    kind = recipes.Float8BlockScaling if recipe.granularity == "block" else recipes.Float8CurrentScaling
+    made = kind(fp8_format=fmt)
+    params = recipes.QParams(power_2_scale=recipe.scale == "pow2", amax_epsilon=0.0)
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(made, name, params)
+    return made
+
+
+def can_quantize(layer: Fp8Linear) -> bool:
+    """Whether transformer-engine takes a layer of this size; others run, and are counted, in BF16."""
+    return layer.in_features % _FEATURES == 0 and layer.out_features % _FEATURES == 0
+
+
+@torch.compiler.disable
+def te_forward(layer: Fp8Linear, x_MK: Tensor) -> Tensor:
+    """Y [M, N] of an FP8 linear, with gradients; counted."""
+    m, missing = x_MK.shape[0], -x_MK.shape[0] % _PAD_TOKENS_TO
+    executor, recipe = _executor(layer)
+    report(layer, "input", x_MK, "rows", E4M3)
+    report(layer, "weight", layer.weight, "block", E4M3)
+    is_first = None
+    if layer.weight_is_kept or layer.weight_is_frozen:
+        is_first = layer.kept_weights is None
+        layer.kept_weights = ("te", [])
+    padded = torch.nn.functional.pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
+    with _autocast(recipe):
+        y_MN: Tensor = executor(padded, is_first_microbatch=is_first)
+    n, k = layer.weight.shape
+    layer.counter.add("fprop", "fp8", m=m, n=n, k=k)
+    layer.counter.padding_flops += 2 * missing * n * k
+    y_MN = y_MN[:m] if missing else y_MN
+    if torch.is_grad_enabled() and y_MN.requires_grad:
+        return _CountBackward.apply(y_MN, layer, x_MK.requires_grad, k)
+    return y_MN
+
+
+def open_autocast(model: nn.Module, recipe: RecipeConfig) -> None:
+    """Puts one autocast around the model's forward; see the module's text."""
+    made, entered = te_recipe(recipe), []
+
+    def enter(*_: object) -> None:
+        context = _autocast(made)
+        context.__enter__()
+        entered.append(context)
+
+    def leave(*_: object) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+
+
+class _CountBackward(torch.autograd.Function):
+    """Passes the gradient on to transformer-engine; counts the two GEMMs that it makes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, y_MN: Tensor, layer: Fp8Linear, needs_dx: bool, k: int) -> Tensor:
+        ctx.layer, ctx.needs_dx, ctx.k = layer, needs_dx, k
+        return y_MN.view_as(y_MN)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor, None, None, None]:
+        (m, n), layer = dy_MN.shape, ctx.layer
+        report(layer, "grad_output", dy_MN, "rows", FORMATS[layer.recipe.grad_format])
+        if ctx.needs_dx:
+            layer.counter.add("dgrad", "fp8", m=m, n=ctx.k, k=n)
+        if layer.weight.requires_grad:
+            layer.counter.add("wgrad", "fp8", m=n, n=ctx.k, k=m)
+        return dy_MN, None, None, None
+
+
+def _executor(layer: Fp8Linear) -> tuple[Any, Any]:
+    """transformer-engine's Linear on the layer's parameters, and its recipe; made at the first use, and for another recipe."""
+    if layer.te_executor is not None and layer.te_executor[0] == layer.recipe:
+        return layer.te_executor[1:]
+    te = importlib.import_module("transformer_engine.pytorch")
+    executor = te.Linear(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        params_dtype=layer.weight.dtype,
+        device=layer.weight.device,
+    )
+    executor.weight = layer.weight
+    if layer.bias is not None:
+        executor.bias = layer.bias
+    # In a tuple, where PyTorch does not take it for a submodule
+    layer.te_executor = (layer.recipe, executor, te_recipe(layer.recipe))
+    return layer.te_executor[1:]
+
+
+@contextlib.contextmanager
+def _autocast(recipe: Any) -> Iterator[None]:
+    te = importlib.import_module("transformer_engine.pytorch")
+    # fp8_autocast is what releases before 2.9 call it
+    context = (
+        te.autocast(enabled=True, recipe=recipe)
+        if hasattr(te, "autocast")
+        else te.fp8_autocast(True, fp8_recipe=recipe)
+    )
+    with context:
+        yield
