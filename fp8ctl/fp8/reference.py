@@ -87,7 +87,10 @@ def quantize_tensor(x_MK: Tensor, fmt: Fp8Format = E4M3, scale_kind: ScaleKind =
 
 
 def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """silu(gate) * up with silu(g) = g / (1 + exp(-g)): computed in FP32, rounded to the dtype of gate once."""
+    """silu(gate) * up with silu(g) = g / (1 + exp(-g)): computed in FP32, rounded to the dtype of gate once.
+
+    From a gate of about -88 down, where exp(-g) leaves the range of FP32, it and its gradients are zero or close to it.
+    """
     gate, up = gate_TF.float(), up_TF.float()
     return (gate * torch.sigmoid(gate) * up).to(gate_TF.dtype)
 

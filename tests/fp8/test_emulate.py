@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,20 @@ from hypothesis import strategies as st
 from fp8ctl.fp8 import emulate
 from fp8ctl.fp8.emulate import quantize_dequantize
 from fp8ctl.fp8.formats import E4M3, E5M2, FORMATS
-from fp8ctl.fp8.reference import dequantize, quantize_block, quantize_tile
+from fp8ctl.fp8.reference import dequantize, quantize_block, quantize_row, quantize_tensor, quantize_tile
 
 DTYPES = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+COARSE = [("row", "rows"), ("row", "columns"), ("row", "block"), ("tensor", "rows"), ("tensor_delayed", "columns")]
 
 
-def by_reference(x: torch.Tensor, along: str, fmt_name: str, kind: str) -> torch.Tensor:
+def by_reference(x: torch.Tensor, along: str, fmt_name: str, kind: str, granularity: str = "block") -> torch.Tensor:
     fmt = FORMATS[fmt_name]
+    if granularity in ("tensor", "tensor_delayed"):
+        return dequantize(*quantize_tensor(x, fmt, kind))  # type: ignore[arg-type]
+    if granularity == "row":
+        if along == "columns":
+            return dequantize(*quantize_row(x.t(), fmt, kind)).t()  # type: ignore[arg-type]
+        return dequantize(*quantize_row(x, fmt, kind))  # type: ignore[arg-type]
     if along == "block":
         return dequantize(*quantize_block(x, fmt, kind))  # type: ignore[arg-type]
     if along == "columns":
@@ -60,6 +68,73 @@ def test_it_equals_the_reference(along: str, fmt: object, x: torch.Tensor) -> No
     assert_same_bits(got, by_reference(x, along, fmt.name, "pow2").to(x.dtype))  # type: ignore[attr-defined]
     got = quantize_dequantize(x, along, fmt, "fp32")  # type: ignore[arg-type]
     assert_same_bits(got, by_reference(x, along, fmt.name, "fp32"))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("granularity", "along"), COARSE)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@settings(max_examples=40, deadline=None)
+@given(x=matrices())
+def test_rows_and_whole_matrices_equal_the_reference(granularity: str, along: str, fmt: Any, x: torch.Tensor) -> None:
+    for kind, dtype in (("pow2", x.dtype), ("fp32", torch.float32)):
+        got = quantize_dequantize(x, along, fmt, kind, granularity=granularity)  # type: ignore[arg-type]
+        assert_same_bits(got, by_reference(x, along, fmt.name, kind, granularity).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("along", "granularity", "tile"),
+    [
+        ("rows", "block", (1, 128)),
+        ("columns", "mxfp8", (128, 1)),
+        ("block", "mxfp8", (128, 128)),
+        ("rows", "row", (1, 300)),
+        ("columns", "row", (200, 1)),
+        ("block", "row", (1, 300)),
+        ("rows", "tensor", (200, 300)),
+        ("columns", "tensor_delayed", (200, 300)),
+        ("block", "tensor", (200, 300)),
+    ],
+)
+def test_what_shares_a_scale(along: Any, granularity: Any, tile: tuple[int, int]) -> None:
+    """Seen in the shape, and in how far one huge value makes the others underflow."""
+    x = torch.ones(200, 300)
+    assert emulate.tile_shape(x, along, granularity) == tile
+    x[0, 0] = 2.0**30
+    became_zero = torch.zeros(200, 300, dtype=torch.bool)
+    became_zero[: tile[0], : tile[1]] = True
+    became_zero[0, 0] = False
+    for kind in ("pow2", "fp32"):
+        values = quantize_dequantize(x, along, E4M3, kind, granularity=granularity)  # type: ignore[arg-type]
+        assert torch.equal(values == 0, became_zero)
+
+
+@pytest.mark.parametrize(("granularity", "along"), COARSE)
+def test_rows_and_whole_matrices_take_the_fast_way(granularity: Any, along: Any) -> None:
+    x = torch.randn(70, 200)
+    x[0] = 0.0
+    tile = emulate.tile_shape(x, along, granularity)
+    for dtype in DTYPES:
+        got = emulate._round_pow2(x.to(dtype), tile, E4M3)
+        assert got is not None and got.is_contiguous()
+        assert_same_bits(got, by_reference(x.to(dtype), along, "e4m3", "pow2", granularity).to(dtype))
+    got = emulate._round_fp32(x, tile, E4M3)
+    assert got is not None
+    assert_same_bits(got, by_reference(x, along, "e4m3", "fp32", granularity))
+
+
+@pytest.mark.parametrize(("granularity", "along"), COARSE)
+def test_rows_and_whole_matrices_of_any_layout_empty_or_half(granularity: Any, along: Any) -> None:
+    x = torch.randn(150, 130).bfloat16()
+    out = quantize_dequantize(x, along, E4M3, "pow2", granularity=granularity)
+    assert_same_bits(quantize_dequantize(x.t().contiguous().t(), along, E4M3, "pow2", granularity=granularity), out)
+    half = x.half()
+    assert torch.equal(
+        quantize_dequantize(half, along, E4M3, "pow2", granularity=granularity),
+        by_reference(half, along, "e4m3", "pow2", granularity).half(),
+    )
+    for shape in ((0, 130), (130, 0), (0, 0)):
+        for kind, dtype in (("pow2", torch.bfloat16), ("fp32", torch.float32)):
+            empty = quantize_dequantize(x.new_zeros(shape), along, E4M3, kind, granularity=granularity)  # type: ignore[arg-type]
+            assert empty.shape == shape and empty.dtype == dtype
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +10,23 @@ from hypothesis import strategies as st
 
 from fp8ctl.fp8.emulate import quantize_dequantize
 from fp8ctl.fp8.formats import E4M3, E5M2, Fp8Format
-from fp8ctl.fp8.reference import dequantize, quantize_block, quantize_tile
+from fp8ctl.fp8.reference import Quantized, dequantize, quantize_block, quantize_row, quantize_tensor, quantize_tile
 from fp8ctl.fp8.stats import QuantStats, quant_stats
 
 
-def stats_of(x: torch.Tensor, along: str = "rows", fmt: Fp8Format = E4M3, kind: str = "pow2") -> QuantStats:
-    return quant_stats(x, quantize_dequantize(x, along, fmt, kind), along, fmt, kind)  # type: ignore[arg-type]
+def stats_of(
+    x: torch.Tensor, along: Any = "rows", fmt: Fp8Format = E4M3, kind: Any = "pow2", granularity: Any = "block"
+) -> QuantStats:
+    values = quantize_dequantize(x, along, fmt, kind, granularity=granularity)
+    return quant_stats(x, values, along, fmt, kind, granularity=granularity)
+
+
+def codes_of(source: torch.Tensor, along: str, fmt: Fp8Format, kind: Any, granularity: str) -> Quantized:
+    if granularity == "tensor":
+        return quantize_tensor(source, fmt, kind)
+    if granularity == "row":
+        return quantize_row(source, fmt, kind)
+    return (quantize_block if along == "block" else quantize_tile)(source, fmt, kind)
 
 
 def test_numbers_of_a_tile_made_by_hand() -> None:
@@ -27,6 +39,21 @@ def test_numbers_of_a_tile_made_by_hand() -> None:
     assert stats.sqnr_db == pytest.approx(10 * math.log10(signal / (1 + 2.0**-22)), abs=1e-5)
 
 
+def test_numbers_by_row_and_by_matrix_made_by_hand() -> None:
+    """By row scale_inv is 1 and 2^-3: of the second row only 56 is the largest code. By matrix 2^-11 underflows."""
+    x = torch.tensor([[448.0, 17.0] + [0.0] * 148, [56.0, 2.0**-11] + [0.0] * 148])
+    by_row, by_tensor = (stats_of(x, granularity=granularity) for granularity in ("row", "tensor"))
+    assert by_row.amax == by_tensor.amax == 448
+    assert (by_row.underflow_share, by_tensor.underflow_share) == (0, 1 / 300)
+    assert (by_row.saturation_share, by_tensor.saturation_share) == (2 / 300, 1 / 300)
+    signal = 448**2 + 17**2 + 56**2 + 2.0**-22
+    assert by_row.sqnr_db == pytest.approx(10 * math.log10(signal / 1), abs=1e-5)
+    assert by_tensor.sqnr_db == pytest.approx(10 * math.log10(signal / (1 + 2.0**-22)), abs=1e-5)
+    assert stats_of(x.t(), "columns", granularity="row") == by_row
+    assert stats_of(x, "block", granularity="row") == by_row
+
+
+@pytest.mark.parametrize("granularity", ["block", "row", "tensor"])
 @pytest.mark.parametrize("along", ["rows", "columns", "block"])
 @pytest.mark.parametrize("kind", ["pow2", "fp32"])
 @settings(max_examples=15, deadline=None)
@@ -38,13 +65,20 @@ def test_numbers_of_a_tile_made_by_hand() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_it_equals_the_definition_on_the_codes(
-    along: str, kind: str, seed: int, size: tuple[int, int], exponent: int, fmt: Fp8Format, dtype: torch.dtype
+    granularity: str,
+    along: str,
+    kind: str,
+    seed: int,
+    size: tuple[int, int],
+    exponent: int,
+    fmt: Fp8Format,
+    dtype: torch.dtype,
 ) -> None:
     x = torch.randn(size, generator=torch.Generator().manual_seed(seed)).double() ** 7 * 2.0**exponent
     x = x.clamp(-1e38, 1e38).to(dtype)
-    stats = stats_of(x, along, fmt, kind)
+    stats = stats_of(x, along, fmt, kind, granularity)
     source = x.t() if along == "columns" else x
-    q = (quantize_block if along == "block" else quantize_tile)(source, fmt, kind)  # type: ignore[arg-type]
+    q = codes_of(source, along, fmt, kind, granularity)
     codes, values, exact = q.codes.float().abs(), dequantize(*q).double(), source.double()
     assert stats.amax == exact.abs().max().item()
     assert stats.underflow_share == ((exact != 0) & (codes == 0)).double().mean().item()
@@ -58,6 +92,19 @@ def test_gaussian_data_has_about_thirty_decibels() -> None:
     stats = stats_of(torch.randn(128, 512, generator=torch.Generator().manual_seed(0)))
     assert 31 < stats.sqnr_db < 32.5
     assert stats.saturation_share < 0.01 and stats.underflow_share < 0.01
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor", "tensor_delayed"])
+def test_zero_empty_and_non_finite_tensors_by_row_and_by_matrix(granularity: str) -> None:
+    for shape in ((2, 130), (0, 130), (130, 0)):
+        assert stats_of(torch.zeros(shape), granularity=granularity) == QuantStats(0.0, 0.0, 0.0, math.inf)
+    x = torch.randn(3, 200)
+    finite = stats_of(x, granularity=granularity)
+    x[1] = torch.cat([torch.tensor([math.inf, -math.inf]), x[0, 2:]])
+    stats = stats_of(x, granularity=granularity)
+    assert stats.amax == math.inf and stats.sqnr_db == pytest.approx(finite.sqnr_db, abs=3)
+    x[1, 0] = math.nan
+    assert math.isnan(stats_of(x, granularity=granularity).amax)
 
 
 def test_exact_zero_empty_and_non_finite_tensors() -> None:
