@@ -20,6 +20,7 @@ from fp8ctl.bench.batch import Batch
 from fp8ctl.bench.ours import Weights
 from fp8ctl.config.bench_schema import BenchStepConfig
 from fp8ctl.errors import MissingPackageError
+from fp8ctl.fp8.te import import_te
 from fp8ctl.model.loss import default_chunk_tokens, linear_cross_entropy_sum
 from fp8ctl.model.shapes import hf_config
 
@@ -122,7 +123,7 @@ class TeLayers:
             MissingPackageError: transformer-engine is absent or broken.
         """
         try:
-            import transformer_engine.pytorch as te
+            te = import_te()
         except Exception as e:  # a broken one fails in many ways
             raise MissingPackageError(
                 f"transformer-engine is not here: {type(e).__name__}: {e}".splitlines()[0], "pip install 'fp8ctl[te]'"

@@ -13,11 +13,10 @@ def answer() -> Answer:
     if installed is None:
         return Answer("absent", "not installed", _FIX)
     from fp8ctl.config.schema import RecipeConfig
-    from fp8ctl.fp8.te import te_obstacle
+    from fp8ctl.fp8.te import import_te, te_obstacle
 
     try:
-        import torch  # noqa: F401 - it opens the CUDA libraries that the other one asks for
-        import transformer_engine.pytorch  # noqa: F401
+        import_te()
     except Exception as e:
         return Answer("broken", f"{installed} does not import: {in_words(e)}", _FIX)
     recipes = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,19 @@ _FEATURES = 16
 """Widths that are no multiple of it can't be quantised by transformer-engine."""
 
 
+def import_te() -> Any:
+    """transformer_engine.pytorch, on the cuDNN that torch itself uses.
+
+    It would load one that lies in the system first; two versions in one process fail in many ways (symbols that are missing, no
+    fused attention, torch refusing to start). Raises whatever a broken installation raises.
+    """
+    if not (os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH")):
+        spec = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+        if spec is not None and spec.submodule_search_locations:
+            os.environ["CUDNN_HOME"] = list(spec.submodule_search_locations)[0]
+    return importlib.import_module("transformer_engine.pytorch")
+
+
 def te_obstacle(recipe: RecipeConfig, device_type: str) -> str | None:
     """Why this recipe can't run on transformer-engine here, in words; None if it can."""
     if recipe.granularity == "row" or recipe.wgrad != "fp8":
@@ -52,7 +66,7 @@ def te_obstacle(recipe: RecipeConfig, device_type: str) -> str | None:
         return "torch sees no GPU"
     try:
         # Whatever is wrong with it shows here, as any of a dozen types
-        te = importlib.import_module("transformer_engine.pytorch")
+        te = import_te()
         version = importlib.import_module("transformer_engine").__version__
         if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < _OLDEST:
             return f"transformer-engine {version} is too old, {'.'.join(map(str, _OLDEST))} is the oldest that will do"
@@ -155,7 +169,7 @@ def _executor(layer: Fp8Linear) -> tuple[Any, Any]:
     """transformer-engine's Linear on the layer's parameters, and its recipe; made at the first use, and for another recipe."""
     if layer.te_executor is not None and layer.te_executor[0] == layer.recipe:
         return layer.te_executor[1:]
-    te = importlib.import_module("transformer_engine.pytorch")
+    te = import_te()
     executor = te.Linear(
         layer.in_features,
         layer.out_features,
@@ -173,7 +187,7 @@ def _executor(layer: Fp8Linear) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _autocast(recipe: Any) -> Iterator[None]:
-    te = importlib.import_module("transformer_engine.pytorch")
+    te = import_te()
     # fp8_autocast is what releases before 2.9 call it
     context = (
         te.autocast(enabled=True, recipe=recipe)

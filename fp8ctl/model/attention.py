@@ -4,7 +4,7 @@ A row holds several documents one after another, and no token sees another docum
 document is one call of PyTorch's `scaled_dot_product_attention`. On a GPU in BF16 all documents are one kernel, whose
 kind is chosen once for a model (`attention_choice.py`):
 
-    cudnn        cuDNN, also for documents of different lengths
+    cudnn        cuDNN where documents of equal length fill the rows, an error for different lengths
     cudnn+flash  cuDNN where documents of equal length fill the rows, FlashAttention for different lengths
     flash        FlashAttention always
     any          each document by itself, by whatever PyTorch picks
@@ -13,8 +13,8 @@ None of them copies key/value heads for their group of query heads, none falls b
 document can't move a single bit of another.
 
 cuDNN's attention is kept out of generation, where lengths change all the time: it plans a kernel for each length that
-it has not met, which took 80 ms on an H200, longer than a whole decode step. For documents of different lengths
-PyTorch (2.11, 2.13) even plans in every call (pytorch/pytorch#191576).
+it has not met, which took 80 ms on an H200, longer than a whole decode step. PyTorch's way to it for documents of different
+lengths (an internal operator) gave wrong gradients there (2.11, cuDNN 9.19), so there is none here.
 
 Letters: T new tokens, S tokens that they may see, N query heads, K key/value heads, G = N / K query heads on one
 key/value head, H head size, B documents in a batch, R tokens of each document when all are as long.
@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from fp8ctl.errors import ModelError
 
 if TYPE_CHECKING:
     from fp8ctl.model.kv_cache import LayerCache
@@ -113,7 +115,10 @@ def attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, documents: Documents)
         if documents.row_tokens >= _SHORTEST_ROW:
             return cudnn_rows(q_TNH, k_SKH, v_SKH, documents.row_tokens)
         if documents.kind == "cudnn":
-            return cudnn_varlen(q_TNH, k_SKH, v_SKH, documents.cu_seqlens, documents.max_seqlen)
+            raise ModelError(
+                "attention=cudnn takes rows full of documents of equal length only, these differ",
+                "set engine.attention=auto: cuDNN for such rows, FlashAttention for others",
+            )
         return flash(q_TNH, k_SKH, v_SKH, documents)
     out = [
         _attend(q_TNH[a:b], k_SKH[c:d], v_SKH[c:d])
@@ -177,65 +182,6 @@ def _grouping(is_grouped: bool) -> dict[str, Any]:
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": is_grouped} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
-def cudnn_varlen(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """All documents, of any lengths, in one kernel of cuDNN. Gives [T, N, H]."""
-    out_TNH: Tensor = torch.ops.fp8ctl.cudnn_varlen(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen)[0]
-    return out_TNH
-
-
-# PyTorch's own function for varying lengths always takes FlashAttention, so these call what it would call for cuDNN
-@torch.library.custom_op("fp8ctl::cudnn_varlen", mutates_args=())
-def _cudnn_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # Contiguous: the offsets of documents are computed from sizes, not from strides
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    result = torch.ops.aten._cudnn_attention_forward(
-        q, k, v, None, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, True, 0.0, True, False
-    )
-    return result[0], result[1], result[6].clone(), result[7].clone()
-
-
-@_cudnn_varlen.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scalar = torch.empty((), dtype=torch.long, device=q.device)
-    return q.new_empty(q.shape), q.new_empty((*q.shape[:2], 1), dtype=torch.float32), scalar, scalar.clone()
-
-
-@torch.library.custom_op("fp8ctl::cudnn_varlen_backward", mutates_args=())
-def _cudnn_varlen_backward(
-    grad: Tensor, tensors: list[Tensor], cu_seqlens: Tensor, max_seqlen: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, lse, seed, offset = tensors
-    dq, dk, dv = torch.ops.aten._cudnn_attention_backward(
-        grad.contiguous(),
-        *(q.contiguous(), k.contiguous(), v.contiguous(), out, lse, seed, offset),
-        None,  # no bias; the schema has no default
-        *(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True),
-    )
-    return dq, dk, dv
-
-
-@_cudnn_varlen_backward.register_fake
-def _(grad: Tensor, tensors: list[Tensor], cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = tensors[:3]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, cu_seqlens, ctx.max_seqlen = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-
-
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, cu_seqlens = ctx.saved_tensors
-    gradients = torch.ops.fp8ctl.cudnn_varlen_backward(grad, tensors, cu_seqlens, ctx.max_seqlen)
-    return (*gradients, None, None)
-
-
-_cudnn_varlen.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _attend(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor) -> Tensor:

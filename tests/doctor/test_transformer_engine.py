@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
 from types import SimpleNamespace
@@ -20,7 +21,10 @@ def te(monkeypatch):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.20.2")
         monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
         monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace())
-        bridge = SimpleNamespace(te_obstacle=lambda recipe, device_type: obstacles.get(recipe.granularity))
+        bridge = SimpleNamespace(
+            import_te=lambda: importlib.import_module("transformer_engine.pytorch"),
+            te_obstacle=lambda recipe, device_type: obstacles.get(recipe.granularity),
+        )
         monkeypatch.setitem(sys.modules, "fp8ctl.fp8.te", bridge)
 
     return pretend

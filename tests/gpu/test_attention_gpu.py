@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch._dynamo
@@ -41,6 +43,8 @@ def random_qkv(num_tokens: int, heads: tuple[int, int, int]) -> list[torch.Tenso
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(kind: AttentionKind, bounds: tuple[int, ...], heads: tuple[int, int, int]) -> None:
+    if kind == "cudnn" and len({b - a for a, b in pairwise(bounds)}) > 1:
+        pytest.skip("takes documents of equal length only")
     q, k, v = random_qkv(bounds[-1], heads)
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
     weights = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
@@ -53,7 +57,7 @@ def test_values_and_gradients(kind: AttentionKind, bounds: tuple[int, ...], head
 
 
 @pytest.mark.parametrize("bounds", BOUNDS[2:])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cudnn"])
 def test_what_stands_in_one_document_moves_no_bit_of_another(kind: AttentionKind, bounds: tuple[int, ...]) -> None:
     q, k, v = (x.detach().contiguous() for x in random_qkv(bounds[-1], HEADS[0]))
     before = attention(q, k, v, documents(bounds, kind))
@@ -75,7 +79,9 @@ def kernels(kind: AttentionKind, bounds: tuple[int, ...]) -> str:
 
 @hopper
 def test_the_named_kernel_is_the_one_that_runs() -> None:
-    assert "cudnn" in kernels("cudnn", (0, 256, 512)) and "cudnn" in kernels("cudnn", (0, 100, 512))
+    assert "cudnn" in kernels("cudnn", (0, 256, 512))
+    with pytest.raises(ModelError, match="attention=cudnn takes rows full of documents of equal length only"):
+        kernels("cudnn", (0, 100, 512))
     assert "cudnn" in kernels("cudnn+flash", (0, 256, 512))
     for kind, bounds in (("cudnn+flash", (0, 100, 512)), ("flash", (0, 256, 512))):
         names = kernels(kind, bounds)  # type: ignore[arg-type]

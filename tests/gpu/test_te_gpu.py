@@ -92,7 +92,7 @@ def test_a_model_trains_with_it_and_coverage_tells(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
     assert list(model.state_dict()) == names and not any("extra" in n for n in names)
     done = coverage(model)
     assert done.fp8_linears == len(fp8_linears(model)) - 1 == 13

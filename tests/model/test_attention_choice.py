@@ -17,7 +17,6 @@ def on_gpu(monkeypatch):
         monkeypatch.setattr(
             attention_choice, "try_attention", lambda kind, *_: "no such kernel" if kind in broken else None
         )
-        monkeypatch.setattr(attention_choice, "_planning", lambda *_: "; planned anew")
         return {**HEADS, "device": "cuda"}
 
     return pretend
@@ -74,7 +73,7 @@ def test_what_is_asked_for_runs_or_is_an_error(on_gpu, asked):
 
 
 def test_the_price_of_planning_is_told(on_gpu):
-    assert choose_attention("cudnn", **on_gpu()).reason == "asked for; planned anew"
+    assert choose_attention("cudnn", **on_gpu()).reason == "asked for: cuDNN, and only rows full of equal documents"
 
 
 def test_any_is_taken_at_its_word(on_gpu):
