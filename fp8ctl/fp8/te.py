@@ -15,10 +15,12 @@ then.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,13 +45,15 @@ _FEATURES = 16
 def import_te() -> Any:
     """transformer_engine.pytorch, on the cuDNN that torch itself uses.
 
-    It would load one that lies in the system first; two versions in one process fail in many ways (symbols that are missing, no
-    fused attention, torch refusing to start). Raises whatever a broken installation raises.
+    Left to itself it opens the copies that lie in the system, of another version; two versions in one process fail in many ways
+    (symbols that are missing, no fused attention, torch refusing to start). So torch's are opened first: the loader takes a library
+    that is open already. Raises whatever a broken installation raises.
     """
-    if not (os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH")):
-        spec = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
-        if spec is not None and spec.submodule_search_locations:
-            os.environ["CUDNN_HOME"] = list(spec.submodule_search_locations)[0]
+    spec = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        os.environ.setdefault("CUDNN_HOME", folder)
+        for library in sorted(Path(folder).glob("lib/libcudnn*.so*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     return importlib.import_module("transformer_engine.pytorch")
 
 
