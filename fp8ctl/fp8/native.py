@@ -56,7 +56,7 @@ class NativeGemms:
         """See `Gemms`."""
         x_MK = x_MK.contiguous()
         if recipe.wgrad != "x_block" or not columns:
-            return self._both(x_MK, E4M3, recipe, rows, columns)
+            return self._both([x_MK], 0, E4M3, recipe, rows, columns)
         along_rows = kernels.quantize_tile(x_MK, E4M3, recipe.scale, pad_to=PAD_TO) if rows else None
         return along_rows, kernels.quantize_block(x_MK, E4M3, recipe.scale, transposed=True, pad_to=PAD_TO)
 
@@ -65,29 +65,24 @@ class NativeGemms:
     ) -> tuple[list[Operand], list[Operand]]:
         """See `Gemms`."""
         fmt = FORMATS[recipe.grad_format]
-        if join and len(dys) > 1:
-            if recipe.granularity == "block" and rows and columns:
-                along_rows, along_columns = _quantize_side_by_side(dys, fmt, recipe)
-                return [along_rows], [along_columns]
-            if recipe.granularity != "block":
-                both = self._joined(dys, 1, fmt, recipe, rows, columns)
-                return [q for q in both[:1] if q is not None], [q for q in both[1:] if q is not None]
-            dys = [torch.cat(list(dys), dim=1)]
-        pairs = [self._both(dy.contiguous(), fmt, recipe, rows, columns) for dy in dys]
+        contiguous = [dy.contiguous() for dy in dys]
+        groups = [contiguous] if join else [[dy] for dy in contiguous]
+        pairs = [self._both(group, 1, fmt, recipe, rows, columns) for group in groups]
         return [r for r, _ in pairs if r is not None], [c for _, c in pairs if c is not None]
 
     def weights(
         self, weights: Sequence[Tensor], recipe: RecipeConfig, *, transposed: bool, join: bool
     ) -> list[Operand]:
         """See `Gemms`."""
-        weights = [w.contiguous() for w in weights]
-        if recipe.granularity != "block":
-            groups = [weights] if join else [[w] for w in weights]
-            pairs = [self._joined(group, 0, E4M3, recipe, not transposed, transposed) for group in groups]
-            return [q for pair in pairs for q in pair if q is not None]
-        if join:
-            return [_quantize_weights_as_one(weights, recipe, transposed)]
-        return [kernels.quantize_block(w, E4M3, recipe.scale, transposed=transposed, pad_to=PAD_TO) for w in weights]
+        contiguous = [w.contiguous() for w in weights]
+        groups = [contiguous] if join else [[w] for w in contiguous]
+        if recipe.granularity == "block":
+            return [
+                kernels.quantize_block(group, E4M3, recipe.scale, transposed=transposed, pad_to=PAD_TO)
+                for group in groups
+            ]
+        pairs = [self._both(group, 0, E4M3, recipe, not transposed, transposed) for group in groups]
+        return [q for pair in pairs for q in pair if q is not None]
 
     def gemm(
         self,
@@ -128,33 +123,22 @@ class NativeGemms:
         """See `Gemms`; beside the 2 M N K that are counted."""
         return 2 * (pad(size.m) * pad(size.n) * pad(size.k) - size.m * size.n * size.k)
 
-    def _joined(
+    def _both(
         self, parts: Sequence[Tensor], axis: int, fmt: Fp8Format, recipe: RecipeConfig, rows: bool, columns: bool
     ) -> tuple[Operand | None, Operand | None]:
-        """By row or by tensor."""
-        return kernels.quantize_joined(
-            [part.contiguous() for part in parts],
-            fmt,
-            recipe.scale,
-            axis=axis,
-            by_tensor=recipe.granularity == "tensor",
-            rows=rows,
-            columns=columns,
-            pad_to=PAD_TO,
-        )
-
-    def _both(
-        self, x_MK: Tensor, fmt: Fp8Format, recipe: RecipeConfig, rows: bool, columns: bool
-    ) -> tuple[Operand | None, Operand | None]:
-        if recipe.granularity != "block":
-            return self._joined([x_MK], 0, fmt, recipe, rows, columns)
+        """A matrix that lies in parts along an axis, by tiles, by row or by tensor."""
+        if recipe.granularity == "row":
+            return kernels.quantize_row(parts, fmt, recipe.scale, rows=rows, columns=columns, axis=axis, pad_to=PAD_TO)
+        if recipe.granularity == "tensor":
+            return kernels.quantize_tensor(
+                parts, fmt, recipe.scale, rows=rows, columns=columns, axis=axis, pad_to=PAD_TO
+            )
         if rows and columns:
-            return kernels.quantize_tile_both(x_MK, fmt, recipe.scale, pad_to=PAD_TO)
+            return kernels.quantize_tile_both(parts, fmt, recipe.scale, pad_to=PAD_TO)
+        x_MK = parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
         if rows:
             return kernels.quantize_tile(x_MK, fmt, recipe.scale, pad_to=PAD_TO), None
-        if columns:
-            return None, kernels.quantize_tile_transposed(x_MK, fmt, recipe.scale, pad_to=PAD_TO)
-        return None, None
+        return None, kernels.quantize_tile_transposed(x_MK, fmt, recipe.scale, pad_to=PAD_TO) if columns else None
 
 
 NATIVE: dict[GemmKernel, NativeGemms] = {"cublas": NativeGemms("cublas"), "triton": NativeGemms("triton")}
@@ -224,39 +208,6 @@ def _whole_rows(scale_inv: Tensor) -> Tensor:
     if scale_inv.stride() != (padded, 1):
         scale_inv = torch.nn.functional.pad(scale_inv, (0, padded - columns), value=1.0)
     return scale_inv.as_strided((padded, rows), (1, padded))
-
-
-def _quantize_side_by_side(dys: Sequence[Tensor], fmt: Fp8Format, recipe: RecipeConfig) -> tuple[Operand, Operand]:
-    """Both directions of dY = [dY1 dY2 ..] without putting them together first. Widths are multiples of 128."""
-    m, widths = dys[0].shape[0], [dy.shape[1] for dy in dys]
-    rows = kernels.empty_tiles(dys[0], m, sum(widths), fmt, PAD_TO)
-    columns = kernels.empty_tiles(dys[0], sum(widths), m, fmt, PAD_TO)
-    begin = 0
-    for dy, width in zip(dys, widths, strict=True):
-        end, tiles = begin + width, slice(begin // 128, (begin + width) // 128)
-        out_rows = Quantized(rows.codes[:, begin:end], rows.scale_inv[:, tiles])
-        out_columns = Quantized(columns.codes[begin:end], columns.scale_inv[begin:end])
-        kernels.quantize_tile_both(dy.contiguous(), fmt, recipe.scale, pad_to=PAD_TO, out=(out_rows, out_columns))
-        begin = end
-    return rows, columns
-
-
-def _quantize_weights_as_one(weights: Sequence[Tensor], recipe: RecipeConfig, transposed: bool) -> Operand:
-    """[W1; W2; ..] by blocks, or its transpose, without putting them together first. Heights are multiples of 128."""
-    k, heights = weights[0].shape[1], [w.shape[0] for w in weights]
-    n = sum(heights)
-    whole = kernels.empty_blocks(weights[0], *((k, n) if transposed else (n, k)), E4M3, PAD_TO)
-    begin = 0
-    for w, height in zip(weights, heights, strict=True):
-        end, blocks = begin + height, slice(begin // 128, (begin + height) // 128)
-        out = (
-            Quantized(whole.codes[:, begin:end], whole.scale_inv[:, blocks])
-            if transposed
-            else Quantized(whole.codes[begin:end], whole.scale_inv[blocks])
-        )
-        kernels.quantize_block(w, E4M3, recipe.scale, transposed=transposed, pad_to=PAD_TO, out=out)
-        begin = end
-    return whole
 
 
 def _padded(q: Quantized, *, is_block: bool) -> Operand:

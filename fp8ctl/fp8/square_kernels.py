@@ -2,7 +2,8 @@
 
 A program reads one square of 128 rows x 128 columns as [32, 4, 64] words of two BF16, row 4i + j at [i, j], and writes it by
 rows, by columns or both; how it stays fast is told in `swiglu_kernels.py`, whose pieces it is made of. Rows may be ragged: those up
-to `padded_M` are written as zeros.
+to `padded_M` are written as zeros. The matrix may lie in up to three parts, stacked (AXIS 0) or side by side (AXIS 1); size0 and
+size1 are those of the first two along it.
 """
 
 from __future__ import annotations
@@ -47,10 +48,20 @@ def _without_inf(pair):
 
 
 @triton.jit
-def _square(x_ptr, m, k, M, K, IS_EVEN: tl.constexpr):
-    """Words of the square at row m and column k, inf turned into NaN."""
+def _square(x0_ptr, x1_ptr, x2_ptr, size0, size1, m, k, M, K, AXIS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Words of the square at row m and column k of up to three matrices put together along an axis, inf turned into NaN."""
+    place = k if AXIS == 1 else m
+    is_second, is_third = place >= size0, place >= size0 + size1
+    source = tl.where(is_third, x2_ptr, tl.where(is_second, x1_ptr, x0_ptr))
+    begin = tl.where(is_third, size0 + size1, tl.where(is_second, size0, 0))
+    if AXIS == 1:
+        stride = tl.where(is_third, K - size0 - size1, tl.where(is_second, size1, size0)) // 2
+        source += m * stride + (k - begin) // 2
+    else:
+        stride = K // 2
+        source += (m - begin) * stride + k // 2
     row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
-    at = x_ptr + m * (K // 2) + k // 2 + row[:, :, None] * (K // 2) + tl.arange(0, _WORDS)[None, None, :]
+    at = source + row[:, :, None] * stride + tl.arange(0, _WORDS)[None, None, :]
     if IS_EVEN:
         pair = tl.load(at)
     else:
@@ -67,7 +78,11 @@ def _place(K):
 
 @triton.jit
 def quantize_tiles(
-    x_ptr,
+    x0_ptr,
+    x1_ptr,
+    x2_ptr,
+    size0,
+    size1,
     row_codes_ptr,
     row_stride,
     row_scale_inv_ptr,
@@ -79,6 +94,7 @@ def quantize_tiles(
     M,
     padded_M,
     K,
+    AXIS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -87,7 +103,7 @@ def quantize_tiles(
 ):
     """Tiles along the rows, along the columns (written transposed), or both from one read."""
     m, k = _place(K)
-    pair = _square(x_ptr, m, k, M, K, IS_EVEN)
+    pair = _square(x0_ptr, x1_ptr, x2_ptr, size0, size1, m, k, M, K, AXIS, IS_EVEN)
     if ROWS:
         row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
         at = row_scale_inv_ptr + k // _SIDE * row_scale_inv_stride + m
@@ -139,7 +155,11 @@ def _store_square(
 
 @triton.jit
 def quantize_blocks(
-    w_ptr,
+    x0_ptr,
+    x1_ptr,
+    x2_ptr,
+    size0,
+    size1,
     codes_ptr,
     stride,
     scale_inv_ptr,
@@ -147,6 +167,7 @@ def quantize_blocks(
     M,
     padded_M,
     K,
+    AXIS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_E4M3: tl.constexpr,
@@ -154,7 +175,7 @@ def quantize_blocks(
 ):
     """One scale a square."""
     m, k = _place(K)
-    pair = _square(w_ptr, m, k, M, K, IS_EVEN)
+    pair = _square(x0_ptr, x1_ptr, x2_ptr, size0, size1, m, k, M, K, AXIS, IS_EVEN)
     even_amax, odd_amax = _unpack(_amax(_amax(_amax(pair, 2), 1), 0))
     scale, scale_inv = _scales_or_one(tl.maximum(even_amax, odd_amax), IS_E4M3, IS_POW2)
     if TRANSPOSED:
@@ -174,13 +195,25 @@ def _finite_bits(amax):
 
 @triton.jit
 def find_amax(
-    x_ptr, row_amax_ptr, column_amax_ptr, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr
+    x0_ptr,
+    x1_ptr,
+    x2_ptr,
+    size0,
+    size1,
+    row_amax_ptr,
+    column_amax_ptr,
+    M,
+    K,
+    AXIS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
 ):
     """Raises the integers at row_amax [M] and column_amax [K], or (neither asked for) the one at row_amax, to the bits of the largest
     finite magnitudes.
     """
     m, k = _place(K)
-    pair = _square(x_ptr, m, k, M, K, IS_EVEN)
+    pair = _square(x0_ptr, x1_ptr, x2_ptr, size0, size1, m, k, M, K, AXIS, IS_EVEN)
     if ROWS:
         row = 4 * tl.arange(0, 32)[:, None] + tl.arange(0, 4)[None, :]
         even, odd = _unpack(_amax(pair, 2))
@@ -197,7 +230,11 @@ def find_amax(
 
 @triton.jit
 def quantize_scaled(
-    x_ptr,
+    x0_ptr,
+    x1_ptr,
+    x2_ptr,
+    size0,
+    size1,
     row_codes_ptr,
     row_stride,
     codes_ptr,
@@ -209,6 +246,7 @@ def quantize_scaled(
     M,
     padded_M,
     K,
+    AXIS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BY_TENSOR: tl.constexpr,
@@ -220,7 +258,7 @@ def quantize_scaled(
     integer at row_amax for both. The first squares of each row and column write scale_inv.
     """
     m, k = _place(K)
-    pair = _square(x_ptr, m, k, M, K, IS_EVEN)
+    pair = _square(x0_ptr, x1_ptr, x2_ptr, size0, size1, m, k, M, K, AXIS, IS_EVEN)
     if BY_TENSOR:
         scale, scale_inv = _scales_or_one(tl.load(row_amax_ptr).to(tl.float32, bitcast=True), IS_E4M3, IS_POW2)
         if tl.program_id(0) == 0:

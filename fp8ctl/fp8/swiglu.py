@@ -8,12 +8,14 @@ quantisation, those for inf and NaN included: `reference.py`.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-import triton
 from torch import Tensor
 
 from fp8ctl.fp8 import swiglu_kernels
 from fp8ctl.fp8.formats import E4M3, TILE, Fp8Format, ScaleKind
+from fp8ctl.fp8.launch import launch
 from fp8ctl.fp8.reference import Quantized, num_tiles
 
 _FORWARD_ROWS = 32
@@ -36,17 +38,12 @@ def swiglu_quantize(
     codes = gu_TF.new_empty(padded_t, f, dtype=fmt.dtype)
     scale_inv = gu_TF.new_empty(num_tiles(f), padded_t, dtype=torch.float32)
     if padded_t > 0:
-        swiglu_kernels.forward[(triton.cdiv(padded_t, _FORWARD_ROWS) * num_tiles(f),)](
-            gu_TF.view(torch.int32),
-            codes.view(torch.uint8),
-            scale_inv,
-            t,
-            padded_t,
-            f,
-            ROWS=_FORWARD_ROWS,
-            IS_EVEN=t % _FORWARD_ROWS == 0 and f % TILE == 0,
-            IS_E4M3=fmt is E4M3,
-            IS_POW2=scale_kind == "pow2",
+        is_even = t % _FORWARD_ROWS == 0 and f % TILE == 0
+        launch(
+            swiglu_kernels.forward,
+            -(-padded_t // _FORWARD_ROWS) * num_tiles(f),
+            *(gu_TF.view(torch.int32), codes.view(torch.uint8), scale_inv, t, padded_t, f),
+            constants={"ROWS": _FORWARD_ROWS, "IS_EVEN": is_even, **_constants(fmt, scale_kind)},
             num_warps=4,
         )
     return Quantized(codes, scale_inv.t())
@@ -78,7 +75,9 @@ def swiglu_backward_quantize(
     row_scale_inv = new(num_tiles(2 * f), padded_t, dtype=torch.float32)
     scale_inv, act_scale_inv = (new(num_tiles(t), n, dtype=torch.float32) for n in (2 * f, f))
     if padded_t > 0:
-        swiglu_kernels.backward[(num_tiles(t) * num_tiles(f),)](
+        launch(
+            swiglu_kernels.backward,
+            num_tiles(t) * num_tiles(f),
             gu_TF.view(torch.int32),
             d_act_TF.view(torch.int32),
             row_codes.view(torch.uint8),
@@ -90,10 +89,11 @@ def swiglu_backward_quantize(
             t,
             padded_t,
             f,
-            AHEAD=_multiprocessors(gu_TF.device),
-            IS_EVEN=t % TILE == 0,
-            IS_E4M3=grad_fmt is E4M3,
-            IS_POW2=scale_kind == "pow2",
+            constants={
+                "AHEAD": _multiprocessors(gu_TF.device),
+                "IS_EVEN": t % TILE == 0,
+                **_constants(grad_fmt, scale_kind),
+            },
             num_warps=8,
         )
     return (
@@ -108,9 +108,9 @@ def swiglu_bf16(gu_TF: Tensor) -> Tensor:
     t, f = _sizes(gu_TF)
     act_TF = gu_TF.new_empty(t, f)
     if t > 0:
-        swiglu_kernels.forward_bf16[(triton.cdiv(t, _FORWARD_ROWS) * num_tiles(f),)](
-            gu_TF, act_TF, t, f, ROWS=_FORWARD_ROWS, num_warps=4
-        )
+        num_programs = -(-t // _FORWARD_ROWS) * num_tiles(f)
+        rows = {"ROWS": _FORWARD_ROWS}
+        launch(swiglu_kernels.forward_bf16, num_programs, gu_TF, act_TF, t, f, constants=rows, num_warps=4)
     return act_TF
 
 
@@ -119,9 +119,9 @@ def swiglu_backward_bf16(gu_TF: Tensor, d_act_TF: Tensor) -> tuple[Tensor, Tenso
     t, f = _sizes(gu_TF, d_act_TF)
     d_gu_TF, act_TF = torch.empty_like(gu_TF), torch.empty_like(d_act_TF)
     if t > 0:
-        swiglu_kernels.backward_bf16[(triton.cdiv(t, _FORWARD_ROWS) * num_tiles(f),)](
-            gu_TF, d_act_TF, d_gu_TF, act_TF, t, f, ROWS=_FORWARD_ROWS, num_warps=8
-        )
+        num_programs = -(-t // _FORWARD_ROWS) * num_tiles(f)
+        args, rows = (gu_TF, d_act_TF, d_gu_TF, act_TF, t, f), {"ROWS": _FORWARD_ROWS}
+        launch(swiglu_kernels.backward_bf16, num_programs, *args, constants=rows, num_warps=8)
     return d_gu_TF, act_TF
 
 
@@ -139,6 +139,11 @@ def _sizes(gu: Tensor, d_act: Tensor | None = None, *, multiple_of: int = 1) -> 
     return t, f
 
 
+def _constants(fmt: Fp8Format, scale_kind: ScaleKind) -> dict[str, bool]:
+    return {"IS_E4M3": fmt is E4M3, "IS_POW2": scale_kind == "pow2"}
+
+
+@cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 

@@ -164,33 +164,20 @@ def test_scales_by_row_and_by_tensor(fmt: Fp8Format, kind: str, dtype: torch.dty
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=case_name)
 @pytest.mark.parametrize("rows", [256, 150])
-def test_parts_of_a_larger_matrix_are_written_in_place(dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("widths", [(256, 128), (128, 256, 128), (128, 128, 128, 128), (128, 72)], ids=str)
+def test_parts_are_one_matrix(dtype: torch.dtype, rows: int, widths: tuple[int, ...]) -> None:
     from fp8ctl.fp8 import kernels
-    from fp8ctl.fp8.reference import Quantized
 
-    parts = [awkward(rows, width, dtype).to(DEVICE) for width in (256, 128)]
+    parts = [awkward(rows, width, dtype) for width in widths]
     whole = torch.cat(parts, dim=1)
-    along_rows = kernels.empty_tiles(whole, rows, 384, pad_to=16)
-    along_columns = kernels.empty_tiles(whole, 384, rows, pad_to=16)
-    for part, begin in zip(parts, (0, 256), strict=True):
-        end = begin + part.shape[1]
-        out_rows = Quantized(along_rows.codes[:, begin:end], along_rows.scale_inv[:, begin // 128 : end // 128])
-        out_columns = Quantized(along_columns.codes[begin:end], along_columns.scale_inv[begin:end])
-        kernels.quantize_tile_both(part, pad_to=16, out=(out_rows, out_columns))
-    wanted = kernels.quantize_tile_both(whole, pad_to=16)
-    assert_same(along_rows, Quantized(*(t.cpu() for t in wanted[0])))
-    assert_same(along_columns, Quantized(*(t.cpu() for t in wanted[1])))
-
-    weights = [awkward(height, 384, dtype).to(DEVICE) for height in (256, 128)]
+    got = kernels.quantize_tile_both([part.to(DEVICE) for part in parts])
+    assert_same(got[0], reference.quantize_tile(whole))
+    assert_same(got[1], reference.quantize_tile(whole.t()))
+    weights = [part.t().contiguous() for part in parts]
     for transposed in (False, True):
-        joined = kernels.empty_blocks(weights[0], *((384, 384)), pad_to=16)
-        for w, begin in zip(weights, (0, 256), strict=True):
-            end, blocks = begin + w.shape[0], slice(begin // 128, (begin + w.shape[0]) // 128)
-            codes = joined.codes[:, begin:end] if transposed else joined.codes[begin:end]
-            scale_inv = joined.scale_inv[:, blocks] if transposed else joined.scale_inv[blocks]
-            kernels.quantize_block(w, transposed=transposed, pad_to=16, out=Quantized(codes, scale_inv))
-        alone = kernels.quantize_block(torch.cat(weights), transposed=transposed, pad_to=16)
-        assert_same(joined, Quantized(*(t.cpu() for t in alone)))
+        joined = kernels.quantize_block([w.to(DEVICE) for w in weights], transposed=transposed)
+        wanted = reference.quantize_block(whole.t())
+        assert_same(joined, wanted.t() if transposed else wanted)
 
 
 @pytest.mark.gpu
@@ -205,10 +192,9 @@ def test_parts_share_scales_as_if_they_were_one_matrix(
 
     parts = [awkward(*shape, torch.bfloat16) for shape in shapes]
     whole = torch.cat(parts, axis)
-    got = kernels.quantize_joined(
-        [part.to(DEVICE) for part in parts], E4M3, "fp32", axis=axis, by_tensor=by_tensor, rows=True, columns=True
-    )
-    quantize = reference.quantize_tensor if by_tensor else reference.quantize_row
+    quantize = kernels.quantize_tensor if by_tensor else kernels.quantize_row
+    wanted = reference.quantize_tensor if by_tensor else reference.quantize_row
+    got = quantize([part.to(DEVICE) for part in parts], E4M3, "fp32", axis=axis, rows=True, columns=True)
     assert got.rows is not None and got.columns is not None
-    assert_same(got.rows, quantize(whole, E4M3, "fp32"))
-    assert_same(got.columns, quantize(whole.t(), E4M3, "fp32"))
+    assert_same(got.rows, wanted(whole, E4M3, "fp32"))
+    assert_same(got.columns, wanted(whole.t(), E4M3, "fp32"))
