@@ -21,6 +21,8 @@ class Coverage:
 
     linears: Mapping[str, Flops]
     """FQN -> direction -> precision -> FLOPs."""
+    padding_flops: int = 0
+    """FLOPs spent beside those on rows and columns that only fill up what FP8 GEMMs ask for."""
 
     @property
     def num_linears(self) -> int:
@@ -47,6 +49,12 @@ class Coverage:
         fp8, bf16 = self.flops("fp8", direction), self.flops("bf16", direction)
         return fp8 / (fp8 + bf16) if fp8 + bf16 else None
 
+    @property
+    def padding_share(self) -> float:
+        """Share of all that the GEMMs computed that was padding."""
+        total = self.flops("fp8") + self.flops("bf16") + self.padding_flops
+        return self.padding_flops / total if total else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Content of coverage.json."""
         return {
@@ -55,6 +63,7 @@ class Coverage:
             "fp8_linears": self.fp8_linears,
             "mixed_linears": self.mixed_linears,
             "fp8_share": {**{d: self.fp8_share(d) for d in DIRECTIONS}, "total": self.fp8_share()},
+            "padding_share": self.padding_share,
             "flops": {d: {p: self.flops(p, d) for p in PRECISIONS} for d in DIRECTIONS},
             "linears": {fqn: {d: dict(f[d]) for d in DIRECTIONS} for fqn, f in self.linears.items()},
         }
@@ -62,7 +71,9 @@ class Coverage:
 
 def coverage(model: nn.Module) -> Coverage:
     """What the model's counters say now."""
-    return Coverage({fqn: {d: dict(c.flops[d]) for d in DIRECTIONS} for fqn, c in _counters(model).items()})
+    counters = _counters(model)
+    linears = {fqn: {d: dict(c.flops[d]) for d in DIRECTIONS} for fqn, c in counters.items()}
+    return Coverage(linears, sum(c.padding_flops for c in counters.values()))
 
 
 def flops_by_precision(model: nn.Module) -> dict[str, float]:
@@ -79,10 +90,13 @@ def reset_counters(model: nn.Module) -> None:
 
 def save_counters(model: nn.Module) -> dict[str, Any]:
     """All counters as plain data, for a checkpoint."""
-    return coverage(model).to_json()["linears"]
+    return {
+        fqn: {**{d: dict(c.flops[d]) for d in DIRECTIONS}, "padding": c.padding_flops}
+        for fqn, c in _counters(model).items()
+    }
 
 
-def load_counters(model: nn.Module, saved: Mapping[str, Flops]) -> None:
+def load_counters(model: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Inverse of `save_counters`, so that coverage tells about the whole run across resumes.
 
     Raises:
@@ -96,6 +110,7 @@ def load_counters(model: nn.Module, saved: Mapping[str, Flops]) -> None:
         )
     for fqn, counter in counters.items():
         counter.flops = {d: {p: int(saved[fqn][d][p]) for p in PRECISIONS} for d in DIRECTIONS}
+        counter.padding_flops = int(saved[fqn].get("padding", 0))
 
 
 def check_required(plan: PrecisionPlan, done: Coverage) -> None:

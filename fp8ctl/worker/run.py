@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from fp8ctl.track.sinks import Tracker
 from fp8ctl.train.loop import LoopState, Parts, train
 from fp8ctl.worker.build import build_data, build_model, random_state, restore_random_state
 from fp8ctl.worker.provenance import open_tracker, write_provenance
+
+_MOST_PADDING = 0.01
+"""Share of padding above which a run says so."""
 
 
 def run(
@@ -143,5 +147,11 @@ class Rank:
         done = coverage(self.planned.model)
         if self.dist.is_main:
             write_json(self.paths.coverage, done.to_json())
+            if done.padding_share > _MOST_PADDING:
+                print(
+                    f"{100 * done.padding_share:.1f} % of what the GEMMs computed was padding: FP8 GEMMs take sizes in multiples of 16"
+                    " (batch.micro_batch_rows x batch.seq_len_tokens, and the model's widths)",
+                    file=sys.stderr,
+                )
         if self.config.precision.require_fp8:
             check_required(self.planned.plan, done)

@@ -125,11 +125,14 @@ def test_json_has_what_reports_read() -> None:
 def test_counters_survive_a_resume_and_can_be_reset() -> None:
     model, _ = build()
     step(model)
+    model[0].counter.padding_flops = 4 * GEMM  # type: ignore[union-attr]
     saved = json.loads(json.dumps(save_counters(model)))
     resumed, _ = build()
     load_counters(resumed, saved)
     step(resumed)
     assert coverage(resumed).flops("fp8") == 12 * GEMM
+    total = coverage(resumed).flops("fp8") + coverage(resumed).flops("bf16")
+    assert coverage(resumed).padding_share == 4 * GEMM / (total + 4 * GEMM) == coverage(resumed).to_json()["padding_share"]
     reset_counters(resumed)
     assert coverage(resumed).flops("fp8") == 0
     del saved["b"]
