@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 import fp8ctl
+from fp8ctl.config.checks import check_precision
+from fp8ctl.config.problems import raise_problems
 from fp8ctl.config.schema import EvalConfig, ModelShape
 from fp8ctl.data.reasoning_gym import SYSTEM_PROMPT, RgQuestion, extract_answer, score
 from fp8ctl.errors import ConfigError
@@ -115,6 +117,7 @@ def evaluate(config: EvalConfig, progress: Progress = lambda done, total, tokens
 
 def prepare(config: EvalConfig) -> Job:
     """Finds and checks everything but the weights."""
+    raise_problems(check_precision(config.precision))
     suite = config.suite
     questions = {(q.family, q.index): q for q in build_questions(suite)}
     target = find_target(config.model)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from fp8ctl.config.checks import check_data_prep, check_train
+from fp8ctl.config.checks import check_data_prep, check_precision, check_train
 from fp8ctl.config.compose import compose
+from fp8ctl.config.schema import PrecisionConfig
 from fp8ctl.errors import ConfigError
 
 GOOD = ["model=tiny", "data.path=/data"]
@@ -71,3 +72,27 @@ def test_data_prep_problems(overrides, message) -> None:
 
 def test_data_prep_passes() -> None:
     check_data_prep(compose("data_prep", ["out=o", "tokenizer=t", "source=python_stdlib"]))
+
+
+def test_recipes_that_exist_on_one_backend_only() -> None:
+    def problems(**precision: object) -> str:
+        return " ".join(str(p) for p in check_precision(PrecisionConfig.model_validate(precision)))
+
+    assert "tensor_delayed exists on transformer-engine only" in problems(recipe={"granularity": "tensor_delayed"})
+    assert "transformer-engine has no granularity row" in problems(backend="te", recipe={"granularity": "row"})
+    assert "transformer-engine has no wgrad bf16" in problems(backend="te", recipe={"wgrad": "bf16"})
+    assert "x_block is a switch of granularity block" in problems(recipe={"granularity": "tensor", "wgrad": "x_block"})
+    assert problems() == problems(backend="te", recipe={"granularity": "mxfp8"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine=zero3", "engine.compile=blocks"], "blocks can't be compiled whole at zero_stage 3"),
+        (["engine=zero3", "precision=infir2", "precision.backend=te"], "which zero_stage 3 frees"),
+        (["precision=te_delayed", "engine.activation_checkpointing=true"], "would recompute with other scales"),
+    ],
+)
+def test_what_an_engine_does_not_do(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_train(compose("train_cpt", [*GOOD, *overrides]))
