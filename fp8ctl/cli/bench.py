@@ -53,7 +53,11 @@ def gemm(
 def step(
     overrides: Overrides = None, as_json: AsJson = False, benchmark: Benchmark = None, reason: Reason = ""
 ) -> None:
-    """Forward and backward of a whole model, arms in turn: fp8ctl bench step model=qwen2_5_7b arms=[bf16,infir2,te-block]."""
+    """Forward and backward of a whole model, arms in turn: fp8ctl bench step model=qwen2_5_7b 'arms=\\[bf16,infir2,te-block]'.
+
+    Arms are choices of precision, the peers hf, te-bf16, te-block, te-current, te-delayed, torchao-tensorwise, torchao-rowwise, amp and
+    deepspeed-bf16, or one's own, "NAME: OVERRIDES".
+    """
     from fp8ctl.cli.progress import progress
     from fp8ctl.config.compose import compose
 

@@ -69,3 +69,8 @@ def test_mistakes(tmp_path: Path, words: list[str], error: str, hint: str) -> No
     assert error in done.stderr and hint in done.stderr
     assert (done.returncode, done.stdout) == (2, "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_how_to_name_arms(tmp_path: Path) -> None:
+    shown = bench("step", "--help", cwd=tmp_path).stdout
+    assert "arms=[bf16,infir2,te-block]" in " ".join(shown.split()).replace("arms= ", "arms=") and "torchao-rowwise" in shown

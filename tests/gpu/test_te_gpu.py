@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8ctl.config.schema import ModelShape, PrecisionConfig, RecipeConfig
 from fp8ctl.fp8.backend import Backend
 from fp8ctl.fp8.linear import Fp8Linear
-from fp8ctl.fp8.te import te_obstacle
+from fp8ctl.fp8.te import te_forward, te_obstacle
 from fp8ctl.model.transformer import Transformer
 from fp8ctl.precision.apply import apply_plan, fp8_linears, set_precision
 from fp8ctl.precision.coverage import coverage
@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(OBSTACLE is not None, reason=f
 RECIPES = {
     "block": RecipeConfig(),
     "block-fp32-scale": RecipeConfig(scale="fp32"),
+    "block-e5m2": RecipeConfig(grad_format="e5m2"),
     "tensor": RecipeConfig(granularity="tensor", scale="fp32"),
     "delayed": RecipeConfig(granularity="tensor_delayed", scale="fp32", grad_format="e5m2"),
 }
@@ -54,6 +55,49 @@ def test_near_the_reference_and_counted_alike(name: str, m: int, n: int, k: int,
         # delayed scaling starts with scales of 1, and E5M2 gradients are coarse
         assert (got - wanted).double().norm() < (0.01 if name.startswith("block") else 0.12) * wanted.double().norm()
     assert layer.counter.flops == twin.counter.flops
+    assert layer.counter.padding_flops == 3 * 2 * (-m % 32) * n * k
+
+
+def test_leading_dimensions_and_no_tokens() -> None:
+    layer, _ = pair("block", 192, 576, True)
+    x = torch.randn(2, 5, 576, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(layer(x), layer(x.view(10, 576)).view(2, 5, 192))
+    nothing = torch.zeros(0, 576, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = te_forward(layer, nothing)
+    y.sum().backward()
+    assert y.shape == (0, 192) and nothing.grad is not None and nothing.grad.shape == (0, 576)
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+
+
+def test_nan_stays_nan() -> None:
+    layer, _ = pair("block", 256, 256, False)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    x[3, 5] = torch.nan
+    y = layer(x)
+    assert y[3].isnan().all() and y[[i for i in range(64) if i != 3]].isfinite().all()
+
+
+def test_a_kept_weight_follows_each_change() -> None:
+    layer, twin = pair("block", 256, 256, False)
+    twin.backend, layer.weight_is_kept = "te", True
+    x = torch.ones(32, 256, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(run(layer, 64), run(twin, 64), strict=True))
+            layer.zero_grad()
+            twin.zero_grad()
+        with torch.no_grad():
+            for each in (layer, twin):
+                each.weight.mul_(0.5)
+                each.weight_changed()
+            assert torch.equal(layer(x), twin(x))  # a validation pass
+
+
+def test_it_draws_no_random_numbers() -> None:
+    layer, _ = pair("block", 256, 256, True)
+    before = torch.cuda.get_rng_state()
+    run(layer, 64)
+    assert torch.equal(before, torch.cuda.get_rng_state())
 
 
 def test_switching_the_state_dict_and_recomputation() -> None:
@@ -61,7 +105,10 @@ def test_switching_the_state_dict_and_recomputation() -> None:
     assert list(layer.state_dict()) == ["weight", "bias"]
     first = run(layer, 128)
     layer.zero_grad()
+    once = {direction: dict(flops) for direction, flops in layer.counter.flops.items()}
     assert all(torch.equal(a, b) for a, b in zip(first, run(layer, 128, recompute=True), strict=True))
+    for direction, times in (("fprop", 3), ("dgrad", 2), ("wgrad", 2)):
+        assert layer.counter.flops[direction]["fp8"] == times * once[direction]["fp8"], direction
     assert list(layer.state_dict()) == ["weight", "bias"]
     layer.precision = "bf16"
     plain = torch.nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16)
