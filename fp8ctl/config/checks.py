@@ -42,7 +42,7 @@ def check_train(config: TrainConfig) -> None:
         problems.append(
             Problem(
                 "precision.backend",
-                "transformer-engine keeps the data of weights for its backward pass, which zero_stage 3 frees",
+                "transformer-engine keeps FP8 copies of all weights from forward to backward, which undoes what zero_stage 3 saves",
                 "set engine.zero_stage=2 or less, or precision.backend=native",
             )
         )
@@ -118,6 +118,23 @@ def check_precision(precision: PrecisionConfig) -> list[Problem]:
                 "precision.recipe.granularity",
                 f"{recipe.granularity} exists on transformer-engine only",
                 "set precision.backend=te, or precision.recipe.granularity=tensor or block",
+            )
+        )
+    fixed = {"tensor_delayed": "fp32", "mxfp8": "pow2"}.get(recipe.granularity, recipe.scale)
+    if recipe.scale != fixed:
+        problems.append(
+            Problem(
+                "precision.recipe.scale",
+                f"{recipe.granularity} has {fixed} scales, this asks for {recipe.scale}",
+                f"set precision.recipe.scale={fixed}",
+            )
+        )
+    if recipe.granularity == "tensor_delayed" and precision.head == "fp8":
+        problems.append(
+            Problem(
+                "precision.head",
+                "the loss of an FP8 head recomputes its chunks, and delayed scaling changes scales in between",
+                "set precision.head=bf16",
             )
         )
     if recipe.wgrad == "x_block" and recipe.granularity != "block":

@@ -22,7 +22,7 @@ def answer() -> Answer:
     recipes = {
         "block": RecipeConfig(),
         "tensor": RecipeConfig(granularity="tensor"),
-        "tensor_delayed": RecipeConfig(granularity="tensor_delayed", grad_format="e5m2"),
+        "tensor_delayed": RecipeConfig(granularity="tensor_delayed", scale="fp32", grad_format="e5m2"),
         "mxfp8": RecipeConfig(granularity="mxfp8"),
     }
     obstacles = {name: te_obstacle(recipe, "cuda") for name, recipe in recipes.items()}

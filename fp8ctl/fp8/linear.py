@@ -118,7 +118,7 @@ class Fp8Linear(nn.Linear):
         if self.backend == "te" and self.precision == "fp8" and self._te_can_quantize(linears):
             from fp8ctl.fp8.te import te_forward
 
-            return tuple(te_forward(layer, x_MK).view(*input.shape[:-1], -1) for layer in linears)
+            return tuple(te_forward(layer, x_MK).view(*input.shape[:-1], layer.out_features) for layer in linears)
         is_training = self._is_trained(linears)
         ys: Sequence[Tensor]
         if torch.compiler.is_compiling():

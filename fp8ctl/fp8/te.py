@@ -169,7 +169,10 @@ def _is_first_use(layer: Fp8Linear) -> bool | None:
 
 
 def open_autocast(model: nn.Module, recipe: RecipeConfig) -> None:
-    """Puts one autocast around the model's forward; see the module's text."""
+    """Puts one autocast around the model's forward, once; see the module's text."""
+    if getattr(model, "te_autocast_is_open", False):
+        return
+    model.te_autocast_is_open = True  # type: ignore[assignment]
     made, entered = te_recipe(recipe), []
 
     def enter(*_: object) -> None:

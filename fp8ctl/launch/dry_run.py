@@ -17,11 +17,8 @@ def describe_run(config: TrainConfig) -> RenderableType:
     from fp8ctl.data.loader import Loader
     from fp8ctl.data.manifest import Manifest
     from fp8ctl.engine.ds_config import deepspeed_config, grad_accum_steps
-    from fp8ctl.fp8.backend import choose_backend
     from fp8ctl.model.shapes import count_parameters
-    from fp8ctl.model.transformer import Transformer
-    from fp8ctl.precision.plan import make_plan
-    from fp8ctl.worker.build import check_data, model_shape
+    from fp8ctl.worker.build import check_data, choose_kernels, model_shape, plan_of
 
     shape = model_shape(config)
     assert config.data.path is not None, "check_train asks for it"
@@ -34,15 +31,9 @@ def describe_run(config: TrainConfig) -> RenderableType:
         rank=0,
         world_size=config.launch.num_ranks,
     )
-    with torch.device("meta"):
-        plan = make_plan(Transformer(shape), config.precision)
+    plan = plan_of(config, shape)
     on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
-    backend = choose_backend(
-        config.precision.backend,
-        recipe=config.precision.recipe,
-        device_type="cuda" if on_gpu else "cpu",
-        gemm=config.precision.gemm,
-    )
+    backend, attention = choose_kernels(config, shape, plan, torch.device("cuda" if on_gpu else "cpu"))
     batch, accum = config.batch, grad_accum_steps(config.batch, config.launch.num_ranks)
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -66,5 +57,6 @@ def describe_run(config: TrainConfig) -> RenderableType:
     table.add_row("precision", plan.summary())
     gemm = f"; GEMMs by {backend.gemm}: {backend.gemm_reason}" if backend.gemm else ""
     table.add_row("backend", f"{backend.name}: {backend.reason}{gemm}")
+    table.add_row("attention", f"{attention.name}: {attention.reason}")
     table.add_row("deepspeed", json.dumps(deepspeed_config(config, config.launch.num_ranks, count_parameters(shape))))
     return Group(table, plan.table())

@@ -66,13 +66,21 @@ def check_inputs(config: TrainConfig) -> None:
 
     Raises:
         DataError: no data set, one of the other stage, or tokens and rows that the model has no place for.
-        ModelError: the folder's shape is not that of the settings.
+        ModelError: the folder's shape is not that of the settings, or attention that is asked for can't run.
+        PrecisionError: rules or an FP8 backend that can't be.
     """
+    import torch
+
     from fp8ctl.data.manifest import Manifest
-    from fp8ctl.worker.build import check_data, model_shape
+    from fp8ctl.worker.build import check_data, choose_kernels, model_shape, plan_of
 
     assert config.data.path is not None, "check_train asks for it"
-    check_data(Manifest.read(config.data.path), config, model_shape(config))
+    shape = model_shape(config)
+    check_data(Manifest.read(config.data.path), config, shape)
+    plan = plan_of(config, shape)
+    if config.engine.device == "cpu" or not torch.cuda.is_available():
+        # On a GPU it takes a trial, which is left to the ranks: this process would hold memory there as long as they run
+        choose_kernels(config, shape, plan, torch.device("cpu"))
 
 
 def run_name(config: TrainConfig) -> str:

@@ -43,7 +43,6 @@ def apply_plan(
     """
     _check_fits(model, plan, config)
     planned = {linear.fqn: linear for linear in plan.linears}
-    already_swapped = bool(fp8_linears(model))
     replaced: dict[nn.Linear, Fp8Linear] = {}
     # With duplicates: a module that hangs in two places must be swapped in both, or one of them would run uncounted
     for fqn, module in list(model.named_modules(remove_duplicate=False)):
@@ -68,7 +67,7 @@ def apply_plan(
             parent, _, name = fqn.rpartition(".")
             setattr(model.get_submodule(parent), name, replaced[module])
     _join_feed_forwards(model)
-    if backend.name == "te" and plan.fp8_linears and not already_swapped:
+    if backend.name == "te":
         from fp8ctl.fp8.te import open_autocast
 
         open_autocast(model, plan.recipe)

@@ -68,18 +68,9 @@ def build_model(config: TrainConfig, device: torch.device) -> PlannedModel:
     else:
         model = Transformer(shape).to(device=device, dtype=dtype)
     model.activation_checkpointing = config.engine.activation_checkpointing
-    precision = config.precision
-    backend = choose_backend(precision.backend, recipe=precision.recipe, device_type=device.type, gemm=precision.gemm)
-    plan = make_plan(model, precision)
-    apply_plan(model, plan, precision, backend=backend)
-    attention = choose_attention(
-        config.engine.attention,
-        head_size=shape.head_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        device=device,
-        dtype=dtype,
-    )
+    plan = make_plan(model, config.precision)
+    backend, attention = choose_kernels(config, shape, plan, device)
+    apply_plan(model, plan, config.precision, backend=backend)
     model.attention_kind = attention.name
     if device.type == "cuda":
         model.compile_kernels = config.engine.compile == "kernels"
@@ -89,6 +80,37 @@ def build_model(config: TrainConfig, device: torch.device) -> PlannedModel:
             for block in model.model.layers:
                 block.compile(dynamic=False)
     return PlannedModel(model, shape, plan, backend, attention)
+
+
+def choose_kernels(
+    config: TrainConfig, shape: ModelShape, plan: PrecisionPlan, device: torch.device
+) -> tuple[Backend, AttentionChoice]:
+    """What executes FP8 GEMMs and attention on the device; on a GPU both are tried out.
+
+    Raises:
+        PrecisionError, ModelError: what is asked for by name can't run.
+    """
+    precision = config.precision
+    backend = Backend("reference", "the plan runs nothing in FP8")
+    if plan.fp8_linears:
+        backend = choose_backend(
+            precision.backend, recipe=precision.recipe, device_type=device.type, gemm=precision.gemm
+        )
+    attention = choose_attention(
+        config.engine.attention,
+        head_size=shape.head_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        device=device,
+        dtype=DTYPES[config.engine.dtype],
+    )
+    return backend, attention
+
+
+def plan_of(config: TrainConfig, shape: ModelShape) -> PrecisionPlan:
+    """The plan of a run, without weights."""
+    with torch.device("meta"):
+        return make_plan(Transformer(shape), config.precision)
 
 
 def build_data(config: TrainConfig, shape: ModelShape, dist: Dist) -> tuple[Loader, list[PackedBatch]]:

@@ -79,6 +79,10 @@ def test_recipes_that_exist_on_one_backend_only() -> None:
         return " ".join(str(p) for p in check_precision(PrecisionConfig.model_validate(precision)))
 
     assert "tensor_delayed exists on transformer-engine only" in problems(recipe={"granularity": "tensor_delayed"})
+    assert "tensor_delayed has fp32 scales" in problems(backend="te", recipe={"granularity": "tensor_delayed"})
+    assert "mxfp8 has pow2 scales" in problems(backend="te", recipe={"granularity": "mxfp8", "scale": "fp32"})
+    delayed = {"granularity": "tensor_delayed", "scale": "fp32"}
+    assert "recomputes its chunks" in problems(backend="te", recipe=delayed, head="fp8")
     assert "transformer-engine has no granularity row" in problems(backend="te", recipe={"granularity": "row"})
     assert "transformer-engine has no wgrad bf16" in problems(backend="te", recipe={"wgrad": "bf16"})
     assert "x_block is a switch of granularity block" in problems(recipe={"granularity": "tensor", "wgrad": "x_block"})
@@ -89,7 +93,7 @@ def test_recipes_that_exist_on_one_backend_only() -> None:
     ("overrides", "message"),
     [
         (["engine=zero3", "engine.compile=blocks"], "blocks can't be compiled whole at zero_stage 3"),
-        (["engine=zero3", "precision=infir2", "precision.backend=te"], "which zero_stage 3 frees"),
+        (["engine=zero3", "precision=infir2", "precision.backend=te"], "which undoes what zero_stage 3 saves"),
         (["precision=te_delayed", "engine.activation_checkpointing=true"], "would recompute with other scales"),
     ],
 )

@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fp8ctl.config.compose import compose
 from fp8ctl.launch.job import rank_processes
+from fp8ctl.model.shapes import hf_config
 from fp8ctl.track.record import RunRecord
 
 pytestmark = pytest.mark.slow
@@ -119,11 +121,32 @@ def test_a_rank_that_dies_ends_the_run_with_its_cause(train_words, tmp_path, env
 
 
 def test_a_workers_mistake_is_the_users_error(fp8ctl, train_words, tmp_path) -> None:
-    done = fp8ctl(*train_words(tmp_path / "run", "precision.default=fp8", "precision.head=fp8"), code=2)
+    words = train_words(tmp_path / "run")
+    shape = compose("train_cpt", [word for word in words if "=" in word]).model.shape
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(hf_config(shape, "bfloat16")))  # but no weights
+    done = fp8ctl(*words, f"model.path={tmp_path / 'model'}", code=2)
     assert "error: rank 0: " in done.stderr
-    assert "tied" in done.stderr
+    assert "safetensors" in done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["precision.default=fp8", "precision.head=fp8"], "which is tied to the embedding"),
+        (["precision=infir2", "precision.backend=native"], "the native FP8 backend can't run: the run is on the CPU"),
+        (["engine.attention=flash"], "no flash attention on cpu"),
+    ],
+)
+def test_what_can_not_run_here_is_refused_before_anything_is_made(
+    overrides, message, fp8ctl, train_words, tmp_path
+) -> None:
+    done = fp8ctl(*train_words(tmp_path / "run", "engine.device=cpu", *overrides), code=2)
+    assert message in done.stderr
+    assert "hint: " in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_data_and_model_that_do_not_fit_are_refused_before_anything_is_made(fp8ctl, train_words, tmp_path) -> None:
