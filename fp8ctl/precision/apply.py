@@ -102,6 +102,16 @@ def set_precision(model: nn.Module, fqn: str, precision: Precision) -> None:
     layers[fqn].precision = precision
 
 
+def left_to_bf16(model: nn.Module) -> dict[str, str]:
+    """FQN -> why, of linears that are planned in FP8 and that transformer-engine can't quantise."""
+    from fp8ctl.fp8.te import size_obstacle
+
+    planned = {
+        f: layer for f, layer in fp8_linears(model).items() if layer.backend == "te" and layer.precision == "fp8"
+    }
+    return {fqn: why for fqn, layer in planned.items() if (why := size_obstacle(layer)) is not None}
+
+
 def keep_quantized_weights(model: nn.Module) -> None:
     """Lets every linear reuse its quantised weight until `weights_changed`, which the caller promises to call after each
     change. For weights that lie whole on the device and serve several micro-steps.

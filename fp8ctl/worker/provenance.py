@@ -13,6 +13,7 @@ import torch
 from fp8ctl.config.schema import TrainConfig
 from fp8ctl.engine.dist import Dist
 from fp8ctl.paths import RunPaths
+from fp8ctl.precision.apply import left_to_bf16
 from fp8ctl.track.environment import collect_environment
 from fp8ctl.track.record import log_event, write_json
 from fp8ctl.track.sinks import Tracker
@@ -46,6 +47,10 @@ def write_provenance(
     if planned.plan.fp8_linears:
         gemm = f"; GEMMs by {backend['gemm']}: {backend['gemm_reason']}" if "gemm" in backend else ""
         print(f"backend {backend['name']}: {backend['reason']}{gemm}", file=sys.stderr)
+    if left := left_to_bf16(planned.model):
+        fqn, why = next(iter(left.items()))
+        print(f"{len(left)} linears that the plan has in FP8 run in BF16, the first is {fqn}: {why}", file=sys.stderr)
+        log_event(paths, "left_to_bf16", step, linears=left)
     print(f"attention {attention['name']}: {attention['reason']}", file=sys.stderr)
     log_event(paths, "backend", step, **backend, plan=planned.plan.summary())
     log_event(paths, "attention", step, **attention)

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from fp8ctl.config.constants import IGNORE_INDEX
-from fp8ctl.config.schema import ModelShape, PrecisionConfig, RecipeConfig
+from fp8ctl.config.schema import ModelShape, PrecisionConfig, PrecisionRule, RecipeConfig
 from fp8ctl.errors import PrecisionError
 from fp8ctl.fp8.linear import Fp8Linear
 from fp8ctl.model.transformer import Transformer
-from fp8ctl.precision.apply import apply_plan, fp8_linears, set_precision
+from fp8ctl.precision.apply import apply_plan, fp8_linears, left_to_bf16, set_precision
 from fp8ctl.precision.coverage import coverage
 from fp8ctl.precision.plan import make_plan, plan_linears
 
@@ -158,3 +158,13 @@ def test_a_plan_of_another_model_or_recipe_is_refused() -> None:
     model = build()
     with pytest.raises(PrecisionError, match="the plan's recipe 'infir2' is not that of the settings, 'mine'"):
         apply_plan(model, make_plan(model, config), PrecisionConfig(recipe=RecipeConfig(name="mine")))
+
+
+def test_linears_that_transformer_engine_can_not_quantise_are_told() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(36, 64), "c": nn.Linear(36, 64)})
+    config = PrecisionConfig(default="fp8", rules=(PrecisionRule(match="c", precision="bf16", reason="test"),))
+    apply_plan(model, make_plan(model, config), config)
+    assert left_to_bf16(model) == {}
+    for layer in fp8_linears(model).values():
+        layer.backend = "te"
+    assert left_to_bf16(model) == {"b": "transformer-engine takes multiples of 16, in_features is 36"}

@@ -132,7 +132,9 @@ def test_counters_survive_a_resume_and_can_be_reset() -> None:
     step(resumed)
     assert coverage(resumed).flops("fp8") == 12 * GEMM
     total = coverage(resumed).flops("fp8") + coverage(resumed).flops("bf16")
-    assert coverage(resumed).padding_share == 4 * GEMM / (total + 4 * GEMM) == coverage(resumed).to_json()["padding_share"]
+    assert (
+        coverage(resumed).padding_share == 4 * GEMM / (total + 4 * GEMM) == coverage(resumed).to_json()["padding_share"]
+    )
     reset_counters(resumed)
     assert coverage(resumed).flops("fp8") == 0
     del saved["b"]
