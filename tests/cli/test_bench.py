@@ -73,4 +73,7 @@ def test_mistakes(tmp_path: Path, words: list[str], error: str, hint: str) -> No
 
 def test_help_shows_how_to_name_arms(tmp_path: Path) -> None:
     shown = bench("step", "--help", cwd=tmp_path).stdout
-    assert "arms=[bf16,infir2,te-block]" in " ".join(shown.split()).replace("arms= ", "arms=") and "torchao-rowwise" in shown
+    assert (
+        "arms=[bf16,infir2,te-block]" in " ".join(shown.split()).replace("arms= ", "arms=")
+        and "torchao-rowwise" in shown
+    )
