@@ -155,13 +155,15 @@ def check_precision(precision: PrecisionConfig) -> list[Problem]:
     return problems
 
 
+def wants_fp8(precision: PrecisionConfig) -> bool:
+    """Whether the settings ask for FP8 anywhere."""
+    return precision.default == "fp8" or precision.head == "fp8" or any(r.precision == "fp8" for r in precision.rules)
+
+
 def _precision(config: TrainConfig) -> list[Problem]:
     precision = config.precision
     problems = check_precision(precision)
-    wants_fp8 = (
-        precision.default == "fp8" or precision.head == "fp8" or any(r.precision == "fp8" for r in precision.rules)
-    )
-    if precision.require_fp8 and not wants_fp8:
+    if precision.require_fp8 and not wants_fp8(precision):
         problems.append(
             Problem(
                 "precision.require_fp8",

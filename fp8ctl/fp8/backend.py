@@ -99,6 +99,13 @@ def native_obstacle(recipe: RecipeConfig, device_type: str, gemm: str = "auto") 
     return found.why if isinstance(found, Obstacle) else None
 
 
+def lacks_fp8_units(device_type: str) -> str | None:
+    """Why a GPU can only emulate FP8, in words; None on a CPU, where nothing else is expected, and where it has the units."""
+    if device_type != "cuda" or torch.version.cuda is None or _capability() >= FIRST_FP8_CAPABILITY:
+        return None
+    return _no_fp8_units(_capability())
+
+
 # ---------------------------------------------------------------- native
 
 
@@ -132,14 +139,15 @@ def _gpu_obstacle(recipe: RecipeConfig, device_type: str) -> Obstacle | None:
         return Obstacle("torch was not built for CUDA", "install a CUDA build of torch")
     capability = _capability()
     if capability < FIRST_FP8_CAPABILITY:
-        return Obstacle(
-            f"the GPU has no FP8 tensor cores (compute capability {_dotted(capability)}, they begin at"
-            f" {_dotted(FIRST_FP8_CAPABILITY)})",
-            "use a GPU of compute capability 8.9 or newer, or precision=bf16",
-        )
+        return Obstacle(_no_fp8_units(capability), "use a GPU of compute capability 8.9 or newer, or precision=bf16")
     if importlib.util.find_spec("triton") is None:
         return Obstacle("triton is not installed", "pip install triton")
     return None
+
+
+def _no_fp8_units(capability: tuple[int, int]) -> str:
+    first = _dotted(FIRST_FP8_CAPABILITY)
+    return f"the GPU has no FP8 tensor cores (compute capability {_dotted(capability)}, they begin at {first})"
 
 
 def _cublas_obstacle(recipe: RecipeConfig) -> Obstacle | None:

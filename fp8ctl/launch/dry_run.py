@@ -33,7 +33,7 @@ def describe_run(config: TrainConfig) -> RenderableType:
     )
     plan = plan_of(config, shape)
     on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
-    backend, attention = choose_kernels(config, shape, plan, torch.device("cuda" if on_gpu else "cpu"))
+    plan, backend, attention = choose_kernels(config, shape, plan, torch.device("cuda" if on_gpu else "cpu"))
     batch, accum = config.batch, grad_accum_steps(config.batch, config.launch.num_ranks)
 
     table = Table(show_header=False, box=None, pad_edge=False)

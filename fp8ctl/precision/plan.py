@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -57,6 +57,14 @@ class PrecisionPlan:
         fp8 = sum(linear.num_weights for linear in self.fp8_linears)
         directions = 3 if self.recipe.wgrad == "fp8" else 2
         return fp8 * directions / (3 * total) if total else 0.0
+
+    def in_bf16(self, reason: str) -> PrecisionPlan:
+        """The plan with nothing in FP8, those that were for this reason."""
+        linears = tuple(
+            replace(linear, precision="bf16", reason=reason) if linear.precision == "fp8" else linear
+            for linear in self.linears
+        )
+        return PrecisionPlan(self.recipe, linears)
 
     def summary(self) -> str:
         """One line, e.g. `infir2: 210 of 211 linears in FP8, 79.0 % of the linear GEMM FLOPs`."""

@@ -13,8 +13,8 @@ from fp8ctl.config.schema import ModelShape, TrainConfig
 from fp8ctl.data.loader import Loader, PackedBatch
 from fp8ctl.data.manifest import Manifest
 from fp8ctl.engine.dist import Dist
-from fp8ctl.errors import DataError, ModelError
-from fp8ctl.fp8.backend import Backend, choose_backend
+from fp8ctl.errors import DataError, ModelError, PrecisionError
+from fp8ctl.fp8.backend import Backend, choose_backend, lacks_fp8_units
 from fp8ctl.model.attention_choice import AttentionChoice, choose_attention
 from fp8ctl.model.hf import load_hf, read_shape
 from fp8ctl.model.transformer import Transformer
@@ -69,7 +69,7 @@ def build_model(config: TrainConfig, device: torch.device) -> PlannedModel:
         model = Transformer(shape).to(device=device, dtype=dtype)
     model.activation_checkpointing = config.engine.activation_checkpointing
     plan = make_plan(model, config.precision)
-    backend, attention = choose_kernels(config, shape, plan, device)
+    plan, backend, attention = choose_kernels(config, shape, plan, device)
     apply_plan(model, plan, config.precision, backend=backend)
     model.attention_kind = attention.name
     if device.type == "cuda":
@@ -84,14 +84,23 @@ def build_model(config: TrainConfig, device: torch.device) -> PlannedModel:
 
 def choose_kernels(
     config: TrainConfig, shape: ModelShape, plan: PrecisionPlan, device: torch.device
-) -> tuple[Backend, AttentionChoice]:
+) -> tuple[PrecisionPlan, Backend, AttentionChoice]:
     """What executes FP8 GEMMs and attention on the device; on a GPU both are tried out.
 
+    A GPU without FP8 units runs the plan in BF16, unless emulation is asked for by name: the plan that comes back says so.
+
     Raises:
-        PrecisionError, ModelError: what is asked for by name can't run.
+        PrecisionError, ModelError: what is asked for by name, or required, can't run.
     """
     precision = config.precision
-    backend = Backend("reference", "the plan runs nothing in FP8")
+    lacking = lacks_fp8_units(device.type) if precision.backend == "auto" and plan.fp8_linears else None
+    if lacking is not None:
+        if precision.require_fp8:
+            raise PrecisionError(
+                f"FP8 is required, but {lacking}", "use another GPU, or set precision.backend=reference to emulate FP8"
+            )
+        plan = plan.in_bf16(lacking)
+    backend = Backend("reference", lacking or "the plan runs nothing in FP8")
     if plan.fp8_linears:
         backend = choose_backend(
             precision.backend, recipe=precision.recipe, device_type=device.type, gemm=precision.gemm
@@ -104,7 +113,7 @@ def choose_kernels(
         device=device,
         dtype=DTYPES[config.engine.dtype],
     )
-    return backend, attention
+    return plan, backend, attention
 
 
 def plan_of(config: TrainConfig, shape: ModelShape) -> PrecisionPlan:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fp8ctl.config.checks import wants_fp8
 from fp8ctl.config.schema import TrainConfig
 from fp8ctl.engine.dist import Dist
 from fp8ctl.paths import RunPaths
@@ -44,7 +45,7 @@ def write_provenance(
     write_json(paths.env, {**collect_environment(gpus=_gpus(dist), argv=shlex.split(command)), **facts})
     write_json(paths.plan, planned.plan.to_json())
     print(planned.plan.summary(), file=sys.stderr)
-    if planned.plan.fp8_linears:
+    if wants_fp8(config.precision):
         gemm = f"; GEMMs by {backend['gemm']}: {backend['gemm_reason']}" if "gemm" in backend else ""
         print(f"backend {backend['name']}: {backend['reason']}{gemm}", file=sys.stderr)
     if left := left_to_bf16(planned.model):
