@@ -59,8 +59,10 @@ class Fp8Mlp(nn.Module):
 
     def _runs_as_one(self, x_TD: Tensor, layers: Sequence[Fp8Linear]) -> bool:
         gate, up, down = layers
-        if not x_TD.is_cuda or x_TD.dtype != torch.bfloat16 or x_TD.numel() == 0:
+        if not x_TD.is_cuda or not (x_TD.dtype == gate.weight.dtype == torch.bfloat16) or x_TD.numel() == 0:
             return False
+        if torch.is_grad_enabled() and not any(layer.weight.requires_grad for layer in layers):
+            return False  # the call keeps nothing for backward when no weight is trained
         if any(layer.stats_sink is not None or layer.bias is not None for layer in layers):
             return False
         if not (gate.agrees_with(up) and gate.agrees_with(down)):

@@ -134,3 +134,14 @@ def test_forward_keeps_gate_and_up_and_one_byte_a_value_of_the_input() -> None:
 
 def test_nothing_comes_of_no_tokens() -> None:
     assert make(RECIPES["block"])(torch.zeros(0, 576, device="cuda", dtype=torch.bfloat16)).shape == (0, 576)
+
+
+@pytest.mark.parametrize("frozen", [("gate_proj", "up_proj", "down_proj"), ("up_proj",)])
+def test_gradients_pass_through_frozen_weights(frozen: tuple[str, ...]) -> None:
+    mlp = make(RECIPES["block"])
+    for name in frozen:
+        mlp.get_submodule(name).weight.requires_grad_(False)
+    twin = one_by_one(mlp)
+    got, wanted = run(mlp, 256), run(twin, 256)
+    assert len(got) == len(wanted) == 5 - len(frozen)
+    assert max(error(a, b) for a, b in zip(got, wanted, strict=True)) < 0.02
