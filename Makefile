@@ -26,8 +26,18 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup lint
+test: setup lint $(VENV)/interpreter
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+	@# Kernels on CPU tensors, by Triton's interpreter
+	PYTHONPATH=$(VENV)/interpreter TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(KERNEL_TESTS)
+
+KERNEL_TESTS := tests/fp8/test_kernels.py tests/fp8/test_swiglu.py tests/fp8/test_block_gemm.py tests/fp8/test_launch.py \
+	tests/model/test_loss_kernels.py
+
+# A PyTorch for GPUs brings Triton; beside one for CPUs it stands apart, where only the tests of kernels see it
+$(VENV)/interpreter: $(VENV)/.ready
+	@mkdir -p $@
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q --no-deps --target $@ triton==3.6.0
 
 # The whole road: real weights, real text, both arms at once (a core each), ending in the printed comparison.
 demo: setup

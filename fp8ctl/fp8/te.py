@@ -5,8 +5,10 @@ transformer_engine.pytorch.Linear on the very same parameter objects, which is n
 state, and any other backend loads them. What that state would carry, the amax history of delayed scaling, starts anew after a
 resume.
 
-Autocast. Each linear enters it by itself, so that a recomputed block runs in FP8 too. Delayed scaling updates its scales
-whenever the outermost autocast is left, so `open_autocast` puts one around the whole model's forward.
+Autocast. `open_autocast` puts one around the whole model's forward, because delayed scaling updates its scales whenever the
+outermost one is left. A linear that runs outside of it, as in a recomputed block, enters one by itself. Inside it must not: on the
+way out of an inner one transformer-engine forgets that it has seen the model's first module, takes each linear for that, and moves
+all scales of delayed scaling on in the backward pass of each.
 
 ZeRO-3 is refused (`config/checks.py`): transformer-engine holds an FP8 copy of every weight, turned both ways, from forward to backward.
 That is two bytes a parameter on each rank, all that stage 3 saves.
@@ -17,7 +19,9 @@ NaN in both.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.util
 import os
@@ -42,6 +46,8 @@ _KEPT = "te"
 """Stands in `Fp8Linear.kept_weights` for what transformer-engine keeps itself."""
 _PAD_TOKENS_TO = 32
 """transformer-engine refuses token counts that are no multiple of 8 (16 for wgrad by block, 32 for MXFP8)."""
+_open: list[tuple[Any, Any]] = []
+"""(Recipe, autocast) of each model whose forward is running."""
 
 
 def import_te() -> Any:
@@ -89,8 +95,9 @@ def te_obstacle(recipe: RecipeConfig, device_type: str) -> str | None:
     return None if runs else f"transformer-engine: {why}".splitlines()[0][:200]
 
 
+@functools.cache
 def te_recipe(recipe: RecipeConfig) -> Any:
-    """The recipe in transformer-engine's terms.
+    """The recipe in transformer-engine's terms; the same object each time.
 
     Raises:
         PrecisionError: it has none like this.
@@ -149,7 +156,8 @@ def te_forward(layer: Fp8Linear, x_MK: Tensor) -> Tensor:
     layer.counter.add("fprop", "fp8", m=m, n=n, k=k)
     layer.counter.padding_flops += 2 * missing * n * k
     padded = torch.nn.functional.pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
-    with _autocast(recipe):
+    is_inside = bool(_open) and _open[-1][0] is recipe
+    with contextlib.nullcontext() if is_inside else _autocast(recipe):
         y_MN: Tensor = executor(padded, is_first_microbatch=_is_first_use(layer))
     y_MN = y_MN[:m] if missing else y_MN
     if torch.is_grad_enabled() and y_MN.requires_grad:
@@ -169,19 +177,19 @@ def _is_first_use(layer: Fp8Linear) -> bool | None:
 
 
 def open_autocast(model: nn.Module, recipe: RecipeConfig) -> None:
-    """Puts one autocast around the model's forward, once; see the module's text."""
-    if getattr(model, "te_autocast_is_open", False):
+    """Puts one autocast around the model's forward; a second call changes its recipe. See the module's text."""
+    is_there = hasattr(model, "te_recipe")
+    model.te_recipe = te_recipe(recipe)
+    if is_there:
         return
-    model.te_autocast_is_open = True  # type: ignore[assignment]
-    made, entered = te_recipe(recipe), []
 
-    def enter(*_: object) -> None:
-        context = _autocast(made)
+    def enter(module: nn.Module, _: object) -> None:
+        context = _autocast(module.te_recipe)
         context.__enter__()
-        entered.append(context)
+        _open.append((module.te_recipe, context))
 
     def leave(*_: object) -> None:
-        entered.pop().__exit__(None, None, None)
+        _open.pop()[1].__exit__(None, None, None)
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)

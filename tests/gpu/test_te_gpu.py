@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8ctl.config.schema import ModelShape, PrecisionConfig, RecipeConfig
 from fp8ctl.fp8.backend import Backend
 from fp8ctl.fp8.linear import Fp8Linear
-from fp8ctl.fp8.te import te_forward, te_obstacle
+from fp8ctl.fp8.te import import_te, open_autocast, te_forward, te_obstacle
 from fp8ctl.model.transformer import Transformer
 from fp8ctl.precision.apply import apply_plan, fp8_linears, set_precision
 from fp8ctl.precision.coverage import coverage
@@ -115,6 +115,23 @@ def test_switching_the_state_dict_and_recomputation() -> None:
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(layer(x), plain(x))
+
+
+def test_delayed_scaling_moves_its_scales_once_in_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, moved = import_te().quantization.FP8GlobalStateManager, []
+    move = manager.reduce_and_update_fp8_tensors
+
+    def count(forward: bool = True) -> None:
+        moved.append("forward" if forward else "backward")
+        move(forward=forward)
+
+    monkeypatch.setattr(manager, "reduce_and_update_fp8_tensors", count)
+    model = torch.nn.Sequential(*(pair("delayed", 256, 256, False)[0] for _ in range(3)))
+    open_autocast(model, RECIPES["delayed"])
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):
+        model(x).sum().backward()
+    assert moved == 2 * ["forward", "backward"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
