@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import importlib.util
 import os
@@ -46,8 +45,8 @@ _KEPT = "te"
 """Stands in `Fp8Linear.kept_weights` for what transformer-engine keeps itself."""
 _PAD_TOKENS_TO = 32
 """transformer-engine refuses token counts that are no multiple of 8 (16 for wgrad by block, 32 for MXFP8)."""
-_open: list[tuple[Any, Any]] = []
-"""(Recipe, autocast) of each model whose forward is running."""
+_open: list[tuple[RecipeConfig, Any]] = []
+"""(Recipe, autocast) of the model whose forward is running, if any."""
 
 
 def import_te() -> Any:
@@ -95,9 +94,8 @@ def te_obstacle(recipe: RecipeConfig, device_type: str) -> str | None:
     return None if runs else f"transformer-engine: {why}".splitlines()[0][:200]
 
 
-@functools.cache
 def te_recipe(recipe: RecipeConfig) -> Any:
-    """The recipe in transformer-engine's terms; the same object each time.
+    """The recipe in transformer-engine's terms.
 
     Raises:
         PrecisionError: it has none like this.
@@ -156,7 +154,7 @@ def te_forward(layer: Fp8Linear, x_MK: Tensor) -> Tensor:
     layer.counter.add("fprop", "fp8", m=m, n=n, k=k)
     layer.counter.padding_flops += 2 * missing * n * k
     padded = torch.nn.functional.pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
-    is_inside = bool(_open) and _open[-1][0] is recipe
+    is_inside = bool(_open) and _open[-1][0] == layer.recipe
     with contextlib.nullcontext() if is_inside else _autocast(recipe):
         y_MN: Tensor = executor(padded, is_first_microbatch=_is_first_use(layer))
     y_MN = y_MN[:m] if missing else y_MN
@@ -178,15 +176,16 @@ def _is_first_use(layer: Fp8Linear) -> bool | None:
 
 def open_autocast(model: nn.Module, recipe: RecipeConfig) -> None:
     """Puts one autocast around the model's forward; a second call changes its recipe. See the module's text."""
-    is_there = hasattr(model, "te_recipe")
-    model.te_recipe = te_recipe(recipe)
+    is_there = hasattr(model, "te_autocast")
+    model.te_autocast = (recipe, te_recipe(recipe))  # type: ignore[assignment]
     if is_there:
         return
 
-    def enter(module: nn.Module, _: object) -> None:
-        context = _autocast(module.te_recipe)
+    def enter(module: Any, _: object) -> None:
+        ours, theirs = module.te_autocast
+        context = _autocast(theirs)
         context.__enter__()
-        _open.append((module.te_recipe, context))
+        _open.append((ours, context))
 
     def leave(*_: object) -> None:
         _open.pop()[1].__exit__(None, None, None)
