@@ -26,7 +26,7 @@ MAX_EVENTS = 20
 ALONE = "nothing to compare"
 """The rule behind the verdict of a report without a comparison."""
 
-_UNREMARKABLE = ("checkpoint", "backend")
+_UNREMARKABLE = ("checkpoint", "backend", "attention")
 """Events that are counted and not listed."""
 
 _STAGES = ("cpt", "sft", "unknown")

@@ -160,6 +160,10 @@ def _with_band(interval: Json | None, kind: Kind) -> list[Cell]:
     return [figure(found.get("value"), kind), words(figures.between(found.get("low"), found.get("high"), kind))]
 
 
+_NOT_EVERY_RUN = ("FP8 GEMMs", "attention", "torch.compile")
+"""Facts that older runs and emulated ones have not; left out where no run tells them."""
+
+
 def provenance_table(runs: list[Json]) -> Table:
     """What the runs ran on and with; a fact that all share stands once."""
     facts: dict[str, Callable[[Json], Any]] = {
@@ -172,13 +176,18 @@ def provenance_table(runs: list[Json]) -> Table:
         "commit": _commit,
         "fp8ctl": lambda run: run["environment"].get("fp8ctl"),
         "versions": _versions,
-        "FP8 backend": _backend,
+        "FP8 backend": lambda run: _choice(run, "backend") or run["backend"],
+        "FP8 GEMMs": lambda run: _choice(run, "backend", "gemm"),
+        "attention": lambda run: _choice(run, "attention"),
+        "torch.compile": lambda run: run["environment"].get("compile"),
         "run folder": lambda run: run["folder"],
         "command": command_of,
     }
     rows = []
     for name, tell in facts.items():
         told = [tell(run) for run in runs]
+        if name in _NOT_EVERY_RUN and not any(told):
+            continue
         if all(value == told[0] for value in told):
             rows.append([words(name), words("all" if len(runs) > 1 else runs[0]["label"]), words(told[0])])
         else:
@@ -213,8 +222,10 @@ def _versions(run: Json) -> str:
     return ", ".join(f"{name} {named[name]}" for name in SHOWN_VERSIONS if named.get(name))
 
 
-def _backend(run: Json) -> str | None:
-    backend = run["environment"].get("backend")
-    if isinstance(backend, dict):
-        return f"{backend.get('name')}: {backend.get('reason')}" if backend.get("reason") else backend.get("name")
-    return run["backend"]
+def _choice(run: Json, what: str, name: str = "name") -> str | None:
+    """What a run chose, and why."""
+    chosen = run["environment"].get(what)
+    if not isinstance(chosen, dict) or not chosen.get(name):
+        return None
+    reason = chosen.get("reason" if name == "name" else f"{name}_reason")
+    return f"{chosen[name]}: {reason}" if reason else str(chosen[name])
