@@ -9,13 +9,14 @@ g++ on a CPU).
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as torch_dist
@@ -95,6 +96,19 @@ class Dist:
         """Leaves the process group; nothing collective may follow in this process."""
         if torch_dist.is_initialized():
             torch_dist.destroy_process_group()
+
+
+def end_process() -> NoReturn:
+    """Ends a rank with exit status 0: exit handlers run and output is flushed, the interpreter is not torn down.
+
+    A thread of gloo may still hold the tensor of the last collective. If it lets go of it while the interpreter is being torn
+    down, C++ aborts the process ("terminate called without an active exception"), and the launcher takes a run that went
+    well for a failed one. On busy machines that is common, and leaving the process group does not prevent it.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _place() -> tuple[int, int, int]:

@@ -53,6 +53,7 @@ def main() -> None:
     stop = StopSignal()
     try:
         config = load(TrainConfig, paths.config)
+        from fp8ctl.engine.dist import end_process
         from fp8ctl.worker.run import run
 
         finished, step = run(config, paths, stop.requested, args.resume_from, args.command)
@@ -69,7 +70,7 @@ def main() -> None:
                 paths, "preempted", step=step, cause=f"{signal.Signals(number).name}; saved at step {step}",
                 hint=f"continue with --resume --run-dir {shlex.quote(str(paths.root))}", exit_code=128 + number,
             )  # fmt: skip
-    sys.stdout.flush()
+    end_process()
 
 
 def _redirect_output(paths: RunPaths, rank: int) -> None:

@@ -93,3 +93,22 @@ def test_ranks_that_never_come_are_reported() -> None:
 
 def test_launch_error_is_a_failed_run() -> None:
     assert LaunchError("x").exit_code == 1
+
+
+END = """
+import atexit, sys
+from fp8ctl.engine.dist import end_process
+class Remains:
+    def __del__(self):
+        print("interpreter torn down")
+sys.remains = Remains()
+atexit.register(print, "exit handler")
+print("last words", end=" | ")
+end_process()
+"""
+
+
+def test_a_rank_ends_without_tearing_the_interpreter_down() -> None:
+    """Which C++ threads that still hold tensors would answer with an abort."""
+    done = run_python(END)
+    assert (done.returncode, done.stdout) == (0, "last words | exit handler\n"), done.stderr

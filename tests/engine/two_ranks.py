@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engine_cases as cases
 
 from fp8ctl.engine import checkpoint
-from fp8ctl.engine.dist import Dist
+from fp8ctl.engine.dist import Dist, end_process
 from fp8ctl.engine.engine import Engine
 from fp8ctl.errors import CheckpointError
 
@@ -192,6 +192,7 @@ def main() -> None:
         out.write_text(json.dumps(seen))
     dist.barrier()
     dist.shutdown()
+    end_process()
 
 
 main()
