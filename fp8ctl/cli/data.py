@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from fp8ctl.cli.options import AsJson, Overrides
 from fp8ctl.cli.progress import progress
 
 if TYPE_CHECKING:
-    from fp8ctl.data.prepare import Counts
+    from fp8ctl.data.prepare import Status
 
 app = typer.Typer(help="Prepare training data and look at it.", no_args_is_help=True)
 PERCENTILES = (5, 50, 95, 100)
@@ -29,17 +30,26 @@ def prep(overrides: Overrides = None) -> None:
 
     config = compose("data_prep", overrides or [])
     check_data_prep(config)
-    with progress("rows") as report:
-        manifest = prepare(config, progress=lambda counts: report(counts.rows, None, _counted(counts)))
+    with progress("MiB read") as report:
+        manifest = prepare(config, lambda status: report(*_mebibytes(status), _counted(status)))
     for warning in Manifest.read(manifest.parent).warnings:
         say(f"warning: {warning}")
     say(f"data set written: {manifest.parent}")
 
 
-def _counted(counts: Counts) -> str:
-    bad = f", {counts.bad:,} bad (first: {counts.first_bad})" if counts.bad else ""
-    dropped = "".join(f", {n:,} dropped: {reason}" for reason, n in counts.dropped.items())
-    return f"{counts.documents:,} documents, {counts.tokens:,} tokens{dropped}{bad}"
+def _mebibytes(status: Status) -> tuple[int, int | None]:
+    return status.bytes_read >> 20, (status.total_bytes >> 20) or None
+
+
+def _counted(status: Status) -> str:
+    counts, first, left_s = status.counts, status.first_bad, status.seconds_left
+    where = f" (the first: {first['file']} line {first['line']}: {first['reason']})" if first else ""
+    return (
+        f"{counts.documents:,} documents, {counts.tokens:,} tokens ({status.tokens_per_second:,.0f} a second)"
+        + "".join(f", {n:,} dropped: {reason}" for reason, n in counts.dropped.items())
+        + (f", {counts.bad:,} bad{where}" if counts.bad else "")
+        + (f", {timedelta(seconds=round(left_s))} left" if left_s else "")
+    )
 
 
 @app.command()

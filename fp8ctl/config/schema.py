@@ -123,6 +123,10 @@ class DataPrepConfig(Settings):
     """Tokens per shard."""
     num_workers: PositiveInt = 1
     """Processes that tokenize; the result does not depend on it."""
+    task_mb: PositiveInt | None = None
+    """MiB of input in one task, the unit of going on after a stop; default: a 64th of all, between 16 and 512. The shards depend on it."""
+    restart: bool = False
+    """Begin again where `out` holds an unfinished preparation with other settings."""
     max_bad_rate: float = Field(default=0.001, ge=0.0, le=1.0)
     """Largest share of unreadable rows before the command fails; bad rows are listed in quarantine.jsonl."""
 

@@ -1,51 +1,21 @@
-"""Rows to tokens, in this process or in several; the result does not depend on how many."""
+"""Rows to tokens."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from multiprocessing import get_context
 
 import numpy as np
 import xxhash
 
 from fp8ctl.config.schema import DataPrepConfig
 from fp8ctl.data.chat import load_template, render
-from fp8ctl.data.rows import BadRow, BadRowError, Conversation, Document, Message, Row
+from fp8ctl.data.rows import BadRow, BadRowError, Conversation, Document, Dropped, Encoded, Message, Row, Sample
 from fp8ctl.data.shards import count_trained
 from fp8ctl.data.tokenizer import load_tokenizer
 from fp8ctl.errors import DataError
 
 _BATCH_ROWS = 128
 _BATCH_CHARS = 1_000_000
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One document or conversation as tokens."""
-
-    ids: np.ndarray
-    """int32, shape [T]."""
-    mask: np.ndarray | None
-    """uint8, shape [T], for conversations."""
-    key: int
-    """Hash (64 bits) of the text, for a conversation of all before its first answer: it decides the split."""
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A row that is in order but left out."""
-
-    reason: str
-    """One of: empty, too_long, no_trained_token."""
-
-
-Encoded = Sample | Dropped | BadRow
 
 
 class Encoder:
@@ -92,7 +62,7 @@ class Encoder:
             ids = np.append(ids, np.array([self.tokenizer.eos_id], dtype=np.int32))
         if not len(ids):
             return Dropped("empty")
-        return Sample(ids, None, _hash(row.text))
+        return [Sample(ids, None, _hash(row.text))]
 
     def _conversation(self, row: Conversation) -> Encoded:
         assert self.template is not None
@@ -107,53 +77,28 @@ class Encoder:
             return Dropped("too_long")
         if not count_trained(len(ids), mask):
             return Dropped("no_trained_token")
-        return Sample(ids, mask, _hash(_question(row.messages)))
+        return [Sample(ids, mask, _hash(_question(row.messages)))]
 
 
-def encode_all(
-    encoder: Encoder, config: DataPrepConfig, rows: Iterable[Row]
-) -> Iterator[tuple[list[Row], list[Encoded]]]:
-    """Batches of rows with their results, in order; `config.num_workers` processes when more than 1.
-
-    Raises:
-        DataError: a worker was killed.
-    """
-    batches = _batches(rows)
-    if config.num_workers == 1:
-        for batch in batches:
-            yield batch, encoder.encode(batch)
-        return
-    # spawn, not fork: the tokenizer's threads do not survive a fork
-    with ProcessPoolExecutor(config.num_workers, get_context("spawn"), _start_worker, (config,)) as pool:
-        waiting: deque[tuple[list[Row], Future[list[Encoded]]]] = deque()
-        try:
-            for batch in batches:
-                waiting.append((batch, pool.submit(_work, batch)))
-                # a window, so that the reader never runs far ahead of the tokenizers
-                if len(waiting) > 2 * config.num_workers:
-                    done, future = waiting.popleft()
-                    yield done, future.result()
-            for done, future in waiting:
-                yield done, future.result()
-        except BrokenProcessPool:
-            raise DataError(
-                "a tokenizing process was killed", "most often memory ran out: set fewer num_workers"
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def in_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows in groups that are worth a call of the tokenizer and don't take much memory."""
     batch: list[Row] = []
     chars = 0
     for row in rows:
         batch.append(row)
-        chars += len(row.text) if isinstance(row, Document) else 0
+        chars += num_chars(row)
         if len(batch) == _BATCH_ROWS or chars >= _BATCH_CHARS:
             yield batch
             batch, chars = [], 0
     if batch:
         yield batch
+
+
+def num_chars(row: Row) -> int:
+    """Characters of text in a row."""
+    if isinstance(row, Document):
+        return len(row.text)
+    return sum(len(m["content"]) for m in row.messages) if isinstance(row, Conversation) else 0
 
 
 def _question(messages: list[Message]) -> str:
@@ -165,18 +110,3 @@ def _question(messages: list[Message]) -> str:
 
 def _hash(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", errors="surrogatepass"))
-
-
-_encoder: Encoder | None = None
-
-
-def _start_worker(config: DataPrepConfig) -> None:
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
-    _encoder = Encoder(config)
-
-
-def _work(batch: list[Row]) -> list[Encoded]:
-    assert _encoder is not None
-    return _encoder.encode(batch)

@@ -1,15 +1,18 @@
 """`fp8ctl data prep`: text or conversations to token shards and a manifest.
 
-Order in, order out: the shards hold the samples in the order of the sources, whatever num_workers is. The manifest is written
-last, so a folder is a data set or it is not. rows = documents + dropped + bad holds for every run.
+The work is cut into tasks, each of which writes its own shards (`prep_task.py`); putting them together writes metadata only.
+Order in, order out: the shards follow the sources, whatever num_workers is. The manifest is written last, so a folder is a data
+set or it is not; a preparation that was stopped or killed goes on with the tasks that are not done. rows = kept + dropped + bad
+holds for every run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import functools
 import re
-from collections import Counter
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,168 +20,196 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import xxhash
 
-import fp8ctl
 from fp8ctl.config.checks import check_data_prep
 from fp8ctl.config.schema import DataPrepConfig
 from fp8ctl.data import reasoning_gym
-from fp8ctl.data.encode import Dropped, Encoder, Sample, encode_all
-from fp8ctl.data.manifest import FILE, QUARANTINE, Manifest
-from fp8ctl.data.rows import BadRow
-from fp8ctl.data.sources import iter_rows
-from fp8ctl.data.splits import SplitWriter, is_validation
-from fp8ctl.data.stdlib_text import python_version
+from fp8ctl.data.encode import Encoder
+from fp8ctl.data.manifest import FILE, QUARANTINE
+from fp8ctl.data.merge import merge
+from fp8ctl.data.plan import Plan, make_plan
+from fp8ctl.data.prep_task import TASKS, Counts, Done, Progress, run_task
+from fp8ctl.data.splits import SPLITS
+from fp8ctl.data.tasks import run_tasks
 from fp8ctl.errors import DataError
-from fp8ctl.track.record import append_jsonl
 
-_OURS = re.compile(r"(train|validation)-\d{5}(-rest)?\.(bin|idx|mask\.bin)|" + re.escape(QUARANTINE))
+_OURS = re.compile(r"(train|validation)-\d{5}(-\d{3})?\.(bin|idx|mask\.bin)")
+_HOPELESS_ROWS = 10_000
 
 
 @dataclass
-class Counts:
+class Status:
     """How far a preparation is."""
 
-    rows: int = 0
-    documents: int = 0
-    tokens: int = 0
-    bad: int = 0
-    first_bad: BadRow | None = None
-    dropped: Counter[str] = field(default_factory=Counter)
+    num_tasks: int
+    total_bytes: int
+    counts: Counts = field(default_factory=Counts)
+    tasks_done: int = 0
+    bytes_done: int = 0
+    """Input of the tasks that are done."""
+    tokens_found: int = 0
+    """Tokens that an earlier, stopped command had made."""
+    bytes_found: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+    first_bad: dict[str, Any] | None = None
+    running_chars: dict[int, int] = field(default_factory=dict)
+    """Characters that came out of each task that is running."""
+    chars_done: int = 0
+    """Characters that came out of the tasks that this command finished."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of this command, over all its processes."""
+        return (self.counts.tokens - self.tokens_found) / max(time.monotonic() - self.started_s, 1e-9)
+
+    @property
+    def bytes_read(self) -> int:
+        """Input read so far; an estimate for the tasks that are running, by what finished ones gave for their bytes."""
+        finished = self.bytes_done - self.bytes_found
+        bytes_per_char = finished / self.chars_done if self.chars_done and finished else 1.0
+        return min(self.bytes_done + int(sum(self.running_chars.values()) * bytes_per_char), self.total_bytes)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate; None as long as there is nothing to base it on."""
+        read = self.bytes_read - self.bytes_found
+        elapsed_s = time.monotonic() - self.started_s
+        return elapsed_s * (self.total_bytes - self.bytes_read) / read if read > 0 else None
 
 
-def prepare(config: DataPrepConfig, progress: Callable[[Counts], None] = lambda counts: None) -> Path:
+def prepare(config: DataPrepConfig, progress: Callable[[Status], None] = lambda status: None) -> Path:
     """Writes the data set that `config` describes and returns the path of its manifest.
 
     Args:
-        progress: called after every batch of rows with the counts so far.
+        progress: called after every batch of rows and every task.
 
     Raises:
         ConfigError: settings that are missing or don't fit together.
         DataError: the folder holds a data set already or is in use, files can't be read or written, too many rows are bad, or
             nothing is left.
     """
+    with opened(config) as (plan, folder):
+        run_plan(plan, folder, progress)
+        return merge(plan, folder, config.max_bad_rate)
+
+
+@contextlib.contextmanager
+def opened(config: DataPrepConfig) -> Iterator[tuple[Plan, Path]]:
+    """The plan of a preparation, new or found, and its folder, which is locked as long as the context lasts.
+
+    Raises:
+        ConfigError, DataError: see `prepare`.
+    """
     check_data_prep(config)
     assert config.out is not None
     for family in chain.from_iterable(s.families for s in config.sources if s.kind == "reasoning_gym"):
         reasoning_gym.question(family, 0, 0)  # a wrong name fails before anything is written
-    encoder = Encoder(config)
+    plan = make_plan(config, Encoder(config))
     folder = Path(config.out)
     try:
         with _folder_of_our_own(folder):
-            return _write(config, encoder, folder, progress)
+            _go_on_or_begin(plan, folder, restart=config.restart)
+            try:
+                yield plan, folder
+            finally:
+                tidy(plan, folder)
     except OSError as error:
         raise DataError(
             f"{folder} can't be written: {error.strerror}", "choose another out=FOLDER, or make room"
         ) from None
 
 
-def _write(config: DataPrepConfig, encoder: Encoder, folder: Path, progress: Callable[[Counts], None]) -> Path:
-    options: dict[str, Any] = {"shard_tokens": config.shard_tokens, "with_mask": config.kind == "sft"}
-    train = SplitWriter(folder, "train", choose=min, **options)
-    validation = SplitWriter(folder, "validation", choose=max, **options)
-    counts = Counts()
+def run_plan(plan: Plan, folder: Path, progress: Callable[[Status], None] = lambda status: None) -> None:
+    """Runs the tasks of a plan that are not done yet, in `num_workers` processes.
+
+    Raises:
+        DataError: input can't be read, output can't be written, nearly all rows are bad, or a process was killed.
+    """
+    status = Status(len(plan.tasks), plan.bytes)
+    waiting = []
+    for task in plan.tasks:
+        done = Done.read(folder, task.number, plan.fingerprint)
+        if done is None:
+            waiting.append(task)
+            continue
+        status.counts.add(done.counts)
+        status.tasks_done += 1
+        status.bytes_done += task.bytes
+        status.first_bad = status.first_bad or done.first_bad
+    status.tokens_found, status.bytes_found = status.counts.tokens, status.bytes_done
+
+    def on_report(update: Progress) -> None:
+        status.counts.add(update.counts)
+        status.running_chars[update.task] = status.running_chars.get(update.task, 0) + update.chars
+        status.first_bad = status.first_bad or update.first_bad
+        _refuse_hopeless_input(status, plan.config)
+        progress(status)
+
+    work = functools.partial(run_task, config=plan.config, plan=plan.fingerprint, folder=folder)
+    for done in run_tasks(work, waiting, plan.config.num_workers, on_report):
+        status.tasks_done += 1
+        status.bytes_done += plan.tasks[done.task].bytes
+        status.chars_done += status.running_chars.pop(done.task, 0)
+        progress(status)
+
+
+def tidy(plan: Plan, folder: Path) -> None:
+    """Removes what no command can use: after the manifest the markers, before it the shards of tasks that are not done."""
+    done = [d for task in plan.tasks if (d := Done.read(folder, task.number, plan.fingerprint)) is not None]
+    if (folder / FILE).exists() or not done:
+        shutil.rmtree(folder / TASKS, ignore_errors=True)
+    if (folder / FILE).exists():
+        return
+    wanted = {info.name for d in done for split in SPLITS for info in d.splits[split]}
+    _remove_shards(folder, but=wanted)
+
+
+def _go_on_or_begin(plan: Plan, folder: Path, *, restart: bool) -> None:
+    if (folder / TASKS / "plan.json").is_file() and not restart:
+        found = Plan.read(folder)
+        if found.fingerprint == plan.fingerprint:
+            return
+        num_done = sum(Done.read(folder, t.number, found.fingerprint) is not None for t in found.tasks)
+        if num_done:
+            raise DataError(
+                f"{folder} holds {num_done:,} finished tasks of a preparation with {_difference(found, plan)}",
+                "go on with what it began with, begin again with restart=true, or choose another out=FOLDER",
+            )
+    shutil.rmtree(folder / TASKS, ignore_errors=True)
+    _remove_shards(folder)
+    (folder / QUARANTINE).unlink(missing_ok=True)
     try:
-        rows = chain.from_iterable(iter_rows(source, config.kind) for source in config.sources)
-        for batch, results in encode_all(encoder, config, rows):
-            for result in results:
-                if isinstance(result, Sample):
-                    held_out = is_validation(result.key, config.validation_share)
-                    (validation if held_out else train).add(result)
-                elif isinstance(result, Dropped):
-                    counts.dropped[result.reason] += 1
-                else:
-                    counts.bad += 1
-                    counts.first_bad = counts.first_bad or result
-                    _quarantine(folder, result)
-            counts.rows += len(batch)
-            counts.documents = train.documents + validation.documents
-            counts.tokens = train.tokens + validation.tokens
-            progress(counts)
-        train.close()
-        validation.close()
-        _refuse_too_many_bad_rows(counts, config, folder)
-        if not train.documents:
-            validation.lend(train, keep_some=False)
-        if not validation.documents and config.validation_share > 0:
-            train.lend(validation, keep_some=True)
-        return _manifest(config, encoder, train, validation, counts).write(folder)
-    except BaseException:
-        train.abandon()
-        validation.abandon()
-        _remove_shards(folder)
+        plan.write(folder)
+    except OSError:
+        shutil.rmtree(folder / TASKS, ignore_errors=True)
         raise
 
 
-def _refuse_too_many_bad_rows(counts: Counts, config: DataPrepConfig, folder: Path) -> None:
-    if counts.first_bad is not None and counts.bad > config.max_bad_rate * counts.rows:
-        first = counts.first_bad
+def _difference(found: Plan, plan: Plan) -> str:
+    for name in sorted(found.prepared.keys() | plan.prepared.keys()):
+        if found.prepared.get(name) != plan.prepared.get(name):
+            return f"another {name}"
+    if found.modified != plan.modified or found.tasks != plan.tasks:
+        return "other input: files were added, changed or removed"
+    return "another version of fp8ctl"
+
+
+def _refuse_hopeless_input(status: Status, config: DataPrepConfig) -> None:
+    # The rate is judged in the end; but nobody wants to wait hours for that when hardly any row can be read
+    counts = status.counts
+    if counts.rows >= _HOPELESS_ROWS and counts.bad > max(0.5, config.max_bad_rate) * counts.rows:
+        assert status.first_bad is not None
+        first = status.first_bad
         raise DataError(
-            f"{counts.bad:,} of {counts.rows:,} rows are bad ({counts.bad / counts.rows:.2%}, allowed are "
-            f"{config.max_bad_rate:.2%}); the first is {first.origin.file} line {first.origin.line}: {first.reason}",
-            f"see {folder / QUARANTINE} for all of them; raise max_bad_rate to go on without these rows",
+            f"{counts.bad:,} of the first {counts.rows:,} rows are bad, one of them is {first['file']} line "
+            f"{first['line']}: {first['reason']}",
+            "check that kind, sources.*.kind and text_field fit the files",
         )
-    if not counts.documents:
-        dropped = ", ".join(f"{n:,} {reason}" for reason, n in sorted(counts.dropped.items()))
-        raise DataError(
-            f"nothing to train on: {counts.rows:,} rows in the sources" + (f", dropped: {dropped}" if dropped else ""),
-            "check the files that sources.*.paths name, text_field, and max_tokens",
-        )
-
-
-def _manifest(
-    config: DataPrepConfig, encoder: Encoder, train: SplitWriter, validation: SplitWriter, counts: Counts
-) -> Manifest:
-    shards = {"train": train.shards, "validation": validation.shards}
-    prepared = config.model_dump(mode="json", exclude={"out", "num_workers"})
-    prepared["versions"] = _versions(config)
-    if encoder.template is not None:
-        prepared["chat_template_hash"] = xxhash.xxh3_128_hexdigest(encoder.template.source.encode())
-    return Manifest(
-        kind=config.kind,
-        tokenizer_fingerprint=encoder.tokenizer.fingerprint,
-        vocab_size=encoder.tokenizer.vocab_size,
-        max_token_id=max(s.max_token_id for s in chain.from_iterable(shards.values())),
-        eos_id=encoder.tokenizer.eos_id,
-        splits=shards,
-        counters={
-            "rows": counts.rows,
-            "documents": {"train": train.documents, "validation": validation.documents},
-            "dropped": dict(sorted(counts.dropped.items())),
-            "bad": counts.bad,
-        },
-        prepared=prepared,
-        fp8ctl_version=fp8ctl.__version__,
-        warnings=_warnings(config, validation),
-    )
-
-
-def _warnings(config: DataPrepConfig, validation: SplitWriter) -> list[str]:
-    if config.validation_share > 0 and not validation.documents:
-        return ["no validation split: all documents are copies of one, which can't be on both sides"]
-    return []
-
-
-def _versions(config: DataPrepConfig) -> dict[str, str]:
-    """Versions of what the content depends on."""
-    kinds = {source.kind for source in config.sources}
-    versions = {"tokenizers": importlib.metadata.version("tokenizers")}
-    if "python_stdlib" in kinds:
-        versions["python"] = python_version()
-    if "reasoning_gym" in kinds:
-        versions["reasoning-gym"] = importlib.metadata.version("reasoning-gym")
-    return versions
-
-
-def _quarantine(folder: Path, bad: BadRow) -> None:
-    file = bad.origin.file.encode("utf-8", errors="backslashreplace").decode()
-    line = {"file": file, "line": bad.origin.line, "reason": bad.reason, "excerpt": bad.excerpt}
-    append_jsonl(folder / QUARANTINE, line)
 
 
 @contextlib.contextmanager
 def _folder_of_our_own(folder: Path) -> Iterator[None]:
-    """Creates the folder, keeps other preparations out of it, and clears what a killed one left there."""
+    """Creates the folder and keeps other preparations out of it."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / ".prep.lock", timeout=0)
     try:
@@ -188,7 +219,6 @@ def _folder_of_our_own(folder: Path) -> Iterator[None]:
                     raise DataError(
                         f"{folder} holds a data set already", "choose another out=FOLDER, or remove this one"
                     )
-                _remove_shards(folder, and_quarantine=True)
                 yield
             finally:
                 (folder / ".prep.lock").unlink(missing_ok=True)
@@ -198,7 +228,7 @@ def _folder_of_our_own(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _remove_shards(folder: Path, *, and_quarantine: bool = False) -> None:
+def _remove_shards(folder: Path, but: set[str] | frozenset[str] = frozenset()) -> None:
     for path in folder.iterdir():
-        if _OURS.fullmatch(path.name) and (and_quarantine or path.name != QUARANTINE):
+        if _OURS.fullmatch(path.name) and path.name.split(".")[0] not in but:
             path.unlink()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from fp8ctl.errors import DataError
 
 Message = dict[str, str]
@@ -20,6 +22,7 @@ class Origin:
 
     file: str
     line: int
+    at: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,3 +51,31 @@ class BadRow:
 
 
 Row = Document | Conversation | BadRow
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document or conversation as tokens."""
+
+    ids: np.ndarray
+    """int32, shape [T]."""
+    mask: np.ndarray | None
+    """uint8, shape [T], for conversations."""
+    key: int
+    """Hash (64 bits) of the text, for a conversation of all before its first answer: it decides the split."""
+    note: str = ""
+    """What was done to it, if anything: counted in the manifest (truncated, split)."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row that is in order but left out."""
+
+    reason: str
+    """empty, too_long, no_trained_token, or why an exclusion list names it."""
+    tokens: int = 0
+    """Its length, where it is known."""
+
+
+Encoded = list[Sample] | Dropped | BadRow
+"""What becomes of a row: samples (several where a long conversation was split), or why there are none."""

@@ -10,6 +10,7 @@ import glob
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,42 @@ _BOM = b"\xef\xbb\xbf"
 Parse = Callable[[Origin, Any], Row]
 
 
+@dataclass(frozen=True)
+class InputFile:
+    path: str
+    bytes: int
+    format: str
+    compression: str = ""
+
+
+@dataclass(frozen=True)
+class Slice:
+    file: InputFile
+    start: int = 0
+    end: int | None = None
+
+
+def split_file(file: InputFile, max_bytes: int) -> list[Slice]:
+    if file.format != "jsonl" or file.bytes <= max_bytes:
+        return [Slice(file)]
+    n = -(-file.bytes // max_bytes)
+    cuts: list[int] = [file.bytes * i // n for i in range(n + 1)]
+    return [Slice(file, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def iter_slice(piece: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
+    parse: Parse = _conversation if kind == "sft" else lambda origin, row: _document(origin, row, source.text_field)
+    wanted = conversations.FIELDS if kind == "sft" else (source.text_field,)
+    path = Path(piece.file.path)
+    with _reading(path):
+        if source.kind == "jsonl":
+            yield from _jsonl(path, parse, piece.start, piece.end)
+        elif source.kind == "parquet":
+            yield from _parquet(path, parse, wanted)
+        else:
+            yield _text(path)
+
+
 def iter_rows(source: SourceConfig, kind: str) -> Iterator[Row]:
     """Documents (kind cpt) or conversations (kind sft) of one source, in a fixed order.
 
@@ -42,19 +79,11 @@ def iter_rows(source: SourceConfig, kind: str) -> Iterator[Row]:
     elif source.kind == "reasoning_gym":
         yield from _reasoning_gym(source)
     else:
-        parse: Parse = _conversation if kind == "sft" else lambda origin, row: _document(origin, row, source.text_field)
-        wanted = conversations.FIELDS if kind == "sft" else (source.text_field,)
-        for path in find_files(source):
-            with _reading(path):
-                if source.kind == "jsonl":
-                    yield from _jsonl(path, parse)
-                elif source.kind == "parquet":
-                    yield from _parquet(path, parse, wanted)
-                else:
-                    yield _text(path)
+        for file in find_files(source):
+            yield from iter_slice(Slice(file), source, kind)
 
 
-def find_files(source: SourceConfig) -> list[Path]:
+def find_files(source: SourceConfig) -> list[InputFile]:
     """Files of a source: each path or pattern in the order given, folders and patterns sorted by name, no file twice.
 
     Raises:
@@ -76,18 +105,25 @@ def find_files(source: SourceConfig) -> list[Path]:
             if path.suffix in _COMPRESSED:
                 raise DataError(f"{path} is compressed", "unpack it first")
             found.setdefault(os.path.realpath(path), path)
-    return list(found.values())
+    return [InputFile(str(p), p.stat().st_size, source.kind) for p in found.values()]
 
 
-def _jsonl(path: Path, parse: Parse) -> Iterator[Row]:
+def _jsonl(path: Path, parse: Parse, start: int = 0, end: int | None = None) -> Iterator[Row]:
     with open(path, "rb") as f:
+        if start:
+            f.seek(start - 1)
+            f.readline()
+        at = f.tell()
         # Binary lines end at b"\n" only: U+2028, vertical tab and the like inside a text do not split a record.
         for number, line in enumerate(f, start=1):
+            here, at = at, at + len(line)
+            if end is not None and here >= end:
+                return
             if number == 1:
                 line = line.removeprefix(_BOM)
             if not line.strip():
                 continue
-            origin = Origin(str(path), number)
+            origin = Origin(str(path), number, here)
             try:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError as error:

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,11 @@ import psutil
 import pytest
 
 from fp8ctl.config.schema import BatchConfig, DataConfig, DataPrepConfig, SourceConfig
-from fp8ctl.data import encode
+from fp8ctl.data import encode, tasks
 from fp8ctl.data.corpus import Corpus
 from fp8ctl.data.loader import Loader
 from fp8ctl.data.manifest import Manifest
-from fp8ctl.data.prepare import Counts, prepare
+from fp8ctl.data.prepare import Status, prepare
 from fp8ctl.data.rows import Document, Origin
 from fp8ctl.data.tokenizer import load_tokenizer
 from fp8ctl.errors import ConfigError, DataError
@@ -69,15 +71,18 @@ def test_cpt(tmp_path: Path, tokenizer_folder: Path) -> None:
     out = tmp_path / "out"
     seen: list[tuple[int, int]] = []
     config = settings(out, tokenizer_folder, jsonl(tmp_path / "a.jsonl", rows), validation_share=0.2, shard_tokens=500)
-    path = prepare(config, lambda counts: seen.append((counts.rows, counts.documents)))
+    path = prepare(config, lambda status: seen.append((status.counts.rows, status.counts.documents)))
     assert path == out / "manifest.json" and seen[-1] == (63, 61)
 
     manifest = Manifest.read(out)
     assert manifest.kind == "cpt" and manifest.eos_id == 0 and manifest.warnings == []
     assert manifest.counters == {
         "rows": 63,
+        "kept": 61,
         "documents": {"train": manifest.documents("train"), "validation": manifest.documents("validation")},
         "dropped": {"empty": 2},
+        "dropped_tokens": {},
+        "notes": {},
         "bad": 0,
     }
     train, validation = (split_texts(out, tokenizer_folder, s) for s in ("train", "validation"))
@@ -165,6 +170,7 @@ def test_any_number_of_workers_gives_the_same_bytes(
     rows[20:20] = ["{broken", {"text": "", "messages": []}]
     source = jsonl(tmp_path / "a.jsonl", rows)
     monkeypatch.setattr(encode, "_BATCH_ROWS", 8)
+    monkeypatch.setattr(tasks, "_SMALLEST_BYTES", 1000)
     contents = []
     for workers in (1, 3):
         out = tmp_path / f"out{workers}"
@@ -181,7 +187,15 @@ def test_any_number_of_workers_gives_the_same_bytes(
         prepare(config)
         contents.append(bytes_of(out))
     assert contents[0] == contents[1]
-    assert "quarantine.jsonl" in contents[0]
+    assert len([name for name in contents[0] if name.startswith("train-") and name.endswith(".idx")]) > 5
+    (line,) = (
+        contents[0]["quarantine.jsonl"].splitlines()
+        if kind == "cpt"
+        else contents[0]["quarantine.jsonl"].splitlines()[:1]
+    )
+    assert json.loads(line)["line"] == 21, (
+        "counted from the beginning of the file, though a task read it from the middle"
+    )
 
 
 def test_several_sources_in_order(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -215,13 +229,12 @@ def test_validation_is_never_empty_by_chance(tmp_path: Path, tokenizer_folder: P
     expected = [r["text"] + "<|endoftext|>" for r in [*words(40), words(40)[3]]]
     assert train == [t for t in expected if t != held_out[0]], "order kept, the copy went too"
     assert manifest.counters["documents"] == {"train": len(train), "validation": len(held_out)}
-    assert not list((tmp_path / "out").glob("*-rest*"))
 
 
 def test_train_is_never_empty_by_chance(
     tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp8ctl.data.prepare.is_validation", lambda key, share: True)
+    monkeypatch.setattr("fp8ctl.data.splits._KEYS", 2**80)
     prepare(settings(tmp_path / "out", tokenizer_folder, jsonl(tmp_path / "a.jsonl", words(5))))
     manifest = Manifest.read(tmp_path / "out")
     assert (manifest.documents("train"), manifest.documents("validation")) == (1, 4)
@@ -259,7 +272,8 @@ def test_bad_rows_go_into_quarantine(tmp_path: Path, tokenizer_folder: Path) -> 
     )
     prepare(config)
     manifest = Manifest.read(tmp_path / "out")
-    assert manifest.counters == {"rows": 12, "documents": {"train": 10, "validation": 0}, "dropped": {}, "bad": 2}
+    counters = manifest.counters
+    assert (counters["rows"], counters["kept"], counters["dropped"], counters["bad"]) == (12, 10, {}, 2)
     lines = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
     assert [(r["file"], r["line"]) for r in lines] == [(str(tmp_path / "a.jsonl"), 11), (str(tmp_path / "a.jsonl"), 12)]
     assert lines[0]["reason"].startswith("not JSON") and lines[0]["excerpt"] == "{broken\n"
@@ -277,7 +291,8 @@ def test_too_many_bad_rows(tmp_path: Path, tokenizer_folder: Path) -> None:
     assert (
         error.value.hint is not None and "quarantine.jsonl" in error.value.hint and "max_bad_rate" in error.value.hint
     )
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["quarantine.jsonl"], "no shard is left behind"
+    with pytest.raises(DataError, match="was not finished"):
+        Manifest.read(tmp_path / "out")
 
 
 def test_text_that_the_tokenizer_refuses(
@@ -285,17 +300,154 @@ def test_text_that_the_tokenizer_refuses(
 ) -> None:
     # a lone surrogate: no reader lets one through today, but the tokenizer raises TypeError on it
     rows = [Document(Origin("f", i), t) for i, t in enumerate(["good", "\ud800", "also good"])]
-    monkeypatch.setattr("fp8ctl.data.prepare.iter_rows", lambda source, kind: iter(rows))
-    source = SourceConfig(kind="text", paths=("x",))
-    prepare(settings(tmp_path / "out", tokenizer_folder, source, max_bad_rate=0.5, validation_share=0.0))
+    monkeypatch.setattr("fp8ctl.data.prep_task.iter_task", lambda task, sources, kind: iter(rows))
+    prepare(
+        settings(
+            tmp_path / "out",
+            tokenizer_folder,
+            SourceConfig(kind="python_stdlib"),
+            max_bad_rate=0.5,
+            validation_share=0.0,
+        )
+    )
     assert split_texts(tmp_path / "out", tokenizer_folder, "train") == ["good<|endoftext|>", "also good<|endoftext|>"]
     (line,) = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(line) == {
         "file": "f",
         "line": 1,
+        "at": 0,
         "reason": "the tokenizer refuses the text",
         "excerpt": "'\\ud800'",
     }
+
+
+# ------------------------------------------------------------ going on after a stop
+
+
+class Stop(BaseException):
+    """Ends a preparation as a signal would."""
+
+
+@pytest.fixture
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_SMALLEST_BYTES", 1000)
+    monkeypatch.setattr(tasks, "_LARGEST_BYTES", 1000)
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_a_stopped_preparation_goes_on(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", words(80))
+    config = settings(tmp_path / "out", tokenizer_folder, source, validation_share=0.1)
+    prepare(config.model_copy(update={"out": str(tmp_path / "whole")}))
+
+    def stop_after(num: int) -> Any:
+        def stop(status: Status) -> None:
+            if status.tasks_done == num:
+                raise Stop
+
+        return stop
+
+    done = []
+    for num in (1, 2, 4):  # stopped again and again
+        with pytest.raises(Stop):
+            prepare(config, stop_after(num))
+        done.append({p.name: p.stat().st_mtime_ns for p in (tmp_path / "out" / "tasks").glob("0*.json")})
+        with pytest.raises(DataError, match="was not finished"):
+            Manifest.read(tmp_path / "out")
+    assert [len(d) for d in done] == [1, 2, 4]
+    assert done[0].items() <= done[1].items() <= done[2].items(), "nothing was done twice"
+    seen: list[Status] = []
+    prepare(config.model_copy(update={"num_workers": 2, "max_bad_rate": 0.5}), seen.append)
+    assert seen[-1].tokens_found > 0 and seen[-1].counts.rows == 80
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_killed_at_any_time(tmp_path: Path, tokenizer_folder: Path, num_workers: int) -> None:
+    """kill -9 of the whole command, again and again: in the end the bytes are those of an undisturbed one."""
+    rows = [{"text": f"document {i} " + "one two three four " * (i % 400)} for i in range(8000)]
+    source = jsonl(tmp_path / "a.jsonl", rows)
+    config = settings(
+        tmp_path / "out", tokenizer_folder, source, validation_share=0.01, num_workers=num_workers, task_mb=1
+    )
+    prepare(config.model_copy(update={"out": str(tmp_path / "whole")}))
+    command = [
+        sys.executable,
+        "-m",
+        "fp8ctl",
+        "data",
+        "prep",
+        "kind=cpt",
+        f"sources=[{{kind:jsonl,paths:[{source.paths[0]}]}}]",
+    ]
+    command += [
+        f"tokenizer={tokenizer_folder}",
+        f"out={config.out}",
+        "validation_share=0.01",
+        f"num_workers={num_workers}",
+        "task_mb=1",
+    ]
+    kills, delay_s = 0, 1.5
+    while True:
+        running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+        try:
+            _, words_ = running.communicate(timeout=delay_s)
+            break
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.communicate()
+            kills, delay_s = kills + 1, delay_s + 0.7
+    assert running.returncode == 0, words_
+    assert kills > 0
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_finished_tasks_are_not_thrown_away_unasked(tmp_path: Path, tokenizer_folder: Path) -> None:
+    rows: list[Any] = [*words(60), "{broken"]
+    source = jsonl(tmp_path / "a.jsonl", rows)
+    config = settings(tmp_path / "out", tokenizer_folder, source)
+    with pytest.raises(DataError, match="1 of 61 rows are bad"):
+        prepare(config)
+    num_tasks = len(list((tmp_path / "out" / "tasks").glob("0*[0-9].json")))
+    assert num_tasks > 3
+    with pytest.raises(DataError) as error:
+        prepare(config.model_copy(update={"append_eos": False}))
+    assert error.value.message == (
+        f"{tmp_path / 'out'} holds {num_tasks} finished tasks of a preparation with another append_eos"
+    )
+    assert error.value.hint is not None and "restart=true" in error.value.hint
+    prepare(config.model_copy(update={"append_eos": False, "restart": True, "max_bad_rate": 0.1}))
+    assert "<|endoftext|>" not in "".join(split_texts(tmp_path / "out", tokenizer_folder, "train"))
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_input_that_changes_meanwhile(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", words(60))
+    config = settings(tmp_path / "out", tokenizer_folder, source)
+
+    def change(status: Status) -> None:
+        if status.tasks_done == 1:
+            os.utime(source.paths[0], ns=(1, 1))
+
+    with pytest.raises(DataError, match=r"a\.jsonl changed while the data was prepared") as error:
+        prepare(config, change)
+    assert error.value.hint == "leave the input alone, and begin again with restart=true"
+    with pytest.raises(DataError, match="of a preparation with other input: files were added, changed or removed"):
+        prepare(config)
+    prepare(config.model_copy(update={"restart": True}))
+
+
+def test_hopeless_input_ends_early(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8ctl.data.prepare._HOPELESS_ROWS", 20)
+    monkeypatch.setattr(encode, "_BATCH_ROWS", 8)
+    source = jsonl(tmp_path / "a.jsonl", [{"body": "x"}] * 500)
+    with pytest.raises(DataError) as error:
+        prepare(settings(tmp_path / "out", tokenizer_folder, source))
+    assert error.value.message == (
+        f"24 of the first 24 rows are bad, one of them is {tmp_path / 'a.jsonl'} line 1: no field 'text' (fields: body)"
+    )
 
 
 # ------------------------------------------------------------ refusals
@@ -361,7 +513,7 @@ def test_leftovers_of_a_killed_preparation_are_cleared(tmp_path: Path, tokenizer
         "train-00007.bin",
         "validation-00000.idx",
         "train-00000.mask.bin",
-        "train-00000-rest.bin",
+        "train-00000-001.bin",
         "quarantine.jsonl",
     ):
         (out / name).write_bytes(b"half")
@@ -385,7 +537,7 @@ def test_full_disk(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.M
 
 
 def test_interrupted(tmp_path: Path, tokenizer_folder: Path) -> None:
-    def stop(counts: Counts) -> None:
+    def stop(status: Status) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -395,20 +547,24 @@ def test_interrupted(tmp_path: Path, tokenizer_folder: Path) -> None:
 
 def test_killed_worker(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "_BATCH_ROWS", 2)
+    monkeypatch.setattr(tasks, "_SMALLEST_BYTES", 2000)
     children: set[int] = set()
 
-    def kill_one(counts: Counts) -> None:
+    def kill_one(status: Status) -> None:
         for child in psutil.Process().children(recursive=True):
             if not children and "resource_tracker" not in " ".join(child.cmdline()):
                 children.add(child.pid)
                 os.kill(child.pid, signal.SIGKILL)
                 time.sleep(0.2)
 
-    with pytest.raises(DataError, match="a tokenizing process was killed") as error:
-        config = settings(tmp_path / "out", tokenizer_folder, jsonl(tmp_path / "a.jsonl", words(100)), num_workers=2)
+    config = settings(tmp_path / "out", tokenizer_folder, jsonl(tmp_path / "a.jsonl", words(100)), num_workers=2)
+    with pytest.raises(DataError, match="a process was killed") as error:
         prepare(config, kill_one)
-    assert error.value.hint == "most often memory ran out: set fewer num_workers"
-    assert list((tmp_path / "out").iterdir()) == []
+    assert children
+    assert error.value.hint == "most often memory ran out: set fewer num_workers, then run the command again"
+    prepare(config)
+    prepare(config.model_copy(update={"out": str(tmp_path / "other"), "num_workers": 1}))
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "other")
 
 
 # ------------------------------------------------------------ the whole way
