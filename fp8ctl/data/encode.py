@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -78,6 +79,16 @@ class Encoder:
         if not count_trained(len(ids), mask):
             return Dropped("no_trained_token")
         return [Sample(ids, mask, _hash(_question(row.messages)))]
+
+
+@functools.lru_cache(maxsize=1)
+def encoder_for(config: DataPrepConfig) -> Encoder:
+    """The encoder of some settings; one process makes it once, since tokenizers take long to load.
+
+    Raises:
+        DataError: see `Encoder`.
+    """
+    return Encoder(config)
 
 
 def in_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:

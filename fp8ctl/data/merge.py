@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 import fp8ctl
-from fp8ctl.data.encode import Encoder
+from fp8ctl.data.encode import encoder_for
 from fp8ctl.data.formats import lines_before
 from fp8ctl.data.manifest import QUARANTINE, Manifest
 from fp8ctl.data.plan import Plan, refuse_changed_input
@@ -106,7 +106,7 @@ def _merge_quarantine(plan: Plan, folder: Path) -> None:
 
 def _manifest(plan: Plan, done: list[Done], counts: Counts) -> Manifest:
     shards = {split: list(chain.from_iterable(task.splits[split] for task in done)) for split in SPLITS}
-    tokenizer = Encoder(plan.config).tokenizer
+    tokenizer = encoder_for(plan.config).tokenizer
     documents = {split: sum(s.documents for s in shards[split]) for split in SPLITS}
     return Manifest(
         kind=plan.config.kind,

@@ -6,14 +6,13 @@ that was killed begins again and writes the same bytes.
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fp8ctl.config.schema import DataPrepConfig
-from fp8ctl.data.encode import Encoder, in_batches, num_chars
+from fp8ctl.data.encode import encoder_for, in_batches, num_chars
 from fp8ctl.data.rows import BadRow, Dropped, Encoded
 from fp8ctl.data.shards import ShardInfo
 from fp8ctl.data.splits import SPLITS, Edge, Move, Split, SplitWriter, split_of
@@ -142,7 +141,7 @@ def run_task(
     options: dict[str, Any] = {"shard_tokens": config.shard_tokens, "with_mask": config.kind == "sft"}
     writers = {s: SplitWriter(folder, s, task.number, **options) for s in SPLITS}
     done = Done(task.number, plan, Counts(), {}, {s: Edge() for s in SPLITS}, move, None)
-    encoder = _encoder(config)
+    encoder = encoder_for(config)
     try:
         quarantine.unlink(missing_ok=True)
         for batch in in_batches(iter_task(task, config.sources, config.kind)):
@@ -169,11 +168,6 @@ def run_task(
         for writer in writers.values():
             writer.abandon()
     return done
-
-
-@functools.lru_cache(maxsize=1)
-def _encoder(config: DataPrepConfig) -> Encoder:
-    return Encoder(config)
 
 
 def _quarantine_line(bad: BadRow) -> dict[str, Any]:

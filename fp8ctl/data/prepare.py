@@ -24,7 +24,7 @@ import filelock
 from fp8ctl.config.checks import check_data_prep
 from fp8ctl.config.schema import DataPrepConfig
 from fp8ctl.data import reasoning_gym
-from fp8ctl.data.encode import Encoder
+from fp8ctl.data.encode import encoder_for
 from fp8ctl.data.manifest import FILE, QUARANTINE
 from fp8ctl.data.merge import merge
 from fp8ctl.data.plan import Plan, make_plan
@@ -104,7 +104,7 @@ def opened(config: DataPrepConfig) -> Iterator[tuple[Plan, Path]]:
     assert config.out is not None
     for family in chain.from_iterable(s.families for s in config.sources if s.kind == "reasoning_gym"):
         reasoning_gym.question(family, 0, 0)  # a wrong name fails before anything is written
-    plan = make_plan(config, Encoder(config))
+    plan = make_plan(config, encoder_for(config))
     folder = Path(config.out)
     try:
         with _folder_of_our_own(folder):
@@ -216,6 +216,7 @@ def _folder_of_our_own(folder: Path) -> Iterator[None]:
         with lock:
             try:
                 if (folder / FILE).exists():
+                    shutil.rmtree(folder / TASKS, ignore_errors=True)  # left by a command killed at its very end
                     raise DataError(
                         f"{folder} holds a data set already", "choose another out=FOLDER, or remove this one"
                     )

@@ -398,7 +398,8 @@ def test_killed_at_any_time(tmp_path: Path, tokenizer_folder: Path, num_workers:
             running.kill()
             running.communicate()
             kills, delay_s = kills + 1, delay_s + 0.7
-    assert running.returncode == 0, words_
+    finished_before_the_last_kill = b"holds a data set already" in words_
+    assert running.returncode == 0 or finished_before_the_last_kill, words_
     assert kills > 0
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
 
