@@ -12,7 +12,7 @@ import pytest
 from fp8ctl.config.schema import SourceConfig
 from fp8ctl.data.reasoning_gym import is_held_out
 from fp8ctl.data.rows import BadRow, Conversation, Document, Row
-from fp8ctl.data.sources import find_files, iter_rows
+from fp8ctl.data.sources import InputFile, find_files, iter_rows
 from fp8ctl.errors import DataError
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -163,7 +163,7 @@ def test_files_are_sorted_and_taken_once(tmp_path: Path) -> None:
     os.symlink(tmp_path, tmp_path / "loop")
     paths = (str(tmp_path / "b.jsonl"), str(tmp_path), str(tmp_path / "*.jsonl"))
     found = find_files(SourceConfig(kind="jsonl", paths=paths))
-    assert [p.name for p in found] == ["b.jsonl", "a.jsonl", "c d \u6f22.jsonl"]
+    assert [Path(f.path).name for f in found] == ["b.jsonl", "a.jsonl", "c d \u6f22.jsonl"]
 
 
 def test_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
@@ -196,6 +196,8 @@ def test_file_without_permission(tmp_path: Path) -> None:
 
 
 def test_file_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8ctl.data.sources.find_files", lambda source: [tmp_path / "gone.jsonl"])
+    monkeypatch.setattr(
+        "fp8ctl.data.sources.find_files", lambda source: [InputFile(str(tmp_path / "gone.jsonl"), 9, "jsonl")]
+    )
     with pytest.raises(DataError, match=r"gone\.jsonl can't be read: No such file"):
         read(tmp_path / "gone.jsonl")
