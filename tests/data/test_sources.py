@@ -197,7 +197,7 @@ def test_file_without_permission(tmp_path: Path) -> None:
 
 def test_file_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "fp8ctl.data.sources.find_files", lambda source: [InputFile(str(tmp_path / "gone.jsonl"), 0, "jsonl")]
+        "fp8ctl.data.sources.find_files", lambda source: [InputFile(str(tmp_path / "gone.jsonl"), 9, "jsonl")]
     )
     with pytest.raises(DataError, match=r"gone\.jsonl can't be read: No such file"):
         read(tmp_path / "gone.jsonl")
