@@ -187,8 +187,8 @@ class PrecisionConfig(Settings):
     """What executes FP8 GEMMs. reference: emulated anywhere. native: Triton quantisers and FP8 tensor cores. te:
     transformer-engine's modules. auto: the best that runs here, printed and stored with its reason."""
     gemm: Literal["auto", "cublas", "triton"] = "auto"
-    """What multiplies on backend native. auto: cuBLAS where it scales by block (Hopper, CUDA 12.9), else Triton; printed and stored
-    with its reason."""
+    """What multiplies on backend native. auto: for recipes by block cuBLAS where it has that (Hopper, CUDA 12.9), else Triton; by row
+    and by tensor always cuBLAS. Printed and stored with its reason."""
     require_fp8: bool = False
     """Fail when less ran in FP8 than the plan says."""
 
