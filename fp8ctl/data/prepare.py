@@ -93,6 +93,23 @@ def prepare(config: DataPrepConfig, progress: Callable[[Status], None] = lambda 
         return merge(plan, folder, config.max_bad_rate)
 
 
+def finish(folder: Path, max_bad_rate: float | None = None) -> Path:
+    """Writes the manifest of a data set whose tasks were done by others, on this machine or elsewhere; returns its path.
+
+    Args:
+        max_bad_rate: default: that of the command which made the plan.
+
+    Raises:
+        DataError: the folder holds no unfinished data set, tasks are not done, or see `prepare`.
+    """
+    plan = Plan.read(folder)
+    with _writing(folder), _folder_of_our_own(folder):
+        try:
+            return merge(plan, folder, plan.config.max_bad_rate if max_bad_rate is None else max_bad_rate)
+        finally:
+            tidy(plan, folder)
+
+
 @contextlib.contextmanager
 def opened(config: DataPrepConfig) -> Iterator[tuple[Plan, Path]]:
     """The plan of a preparation, new or found, and its folder, which is locked as long as the context lasts.
@@ -106,17 +123,12 @@ def opened(config: DataPrepConfig) -> Iterator[tuple[Plan, Path]]:
         reasoning_gym.question(family, 0, 0)  # a wrong name fails before anything is written
     plan = make_plan(config, encoder_for(config))
     folder = Path(config.out)
-    try:
-        with _folder_of_our_own(folder):
-            _go_on_or_begin(plan, folder, restart=config.restart)
-            try:
-                yield plan, folder
-            finally:
-                tidy(plan, folder)
-    except OSError as error:
-        raise DataError(
-            f"{folder} can't be written: {error.strerror}", "choose another out=FOLDER, or make room"
-        ) from None
+    with _writing(folder), _folder_of_our_own(folder):
+        _go_on_or_begin(plan, folder, restart=config.restart)
+        try:
+            yield plan, folder
+        finally:
+            tidy(plan, folder)
 
 
 def run_plan(plan: Plan, folder: Path, progress: Callable[[Status], None] = lambda status: None) -> None:
@@ -205,6 +217,16 @@ def _refuse_hopeless_input(status: Status, config: DataPrepConfig) -> None:
             f"{first['line']}: {first['reason']}",
             "check that kind, sources.*.kind and text_field fit the files",
         )
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{folder} can't be written: {error.strerror}", "choose another out=FOLDER, or make room"
+        ) from None
 
 
 @contextlib.contextmanager
