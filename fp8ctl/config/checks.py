@@ -181,6 +181,8 @@ def check_data_prep(config: DataPrepConfig) -> None:
         problems.append(Problem("out", "no folder to write to", "set out=FOLDER"))
     if not config.tokenizer:
         problems.append(Problem("tokenizer", "no tokenizer", "set tokenizer=FOLDER, a Hugging Face model folder"))
+    if config.executor == "slurm" and not config.cluster.partition:
+        problems.append(Problem("cluster.partition", "Slurm needs one", "set cluster.partition=NAME, see `sinfo`"))
     if not config.sources:
         problems.append(
             Problem(

@@ -98,6 +98,27 @@ class SourceConfig(Settings):
     """Seed of the generated conversations; evaluation uses other seeds."""
 
 
+class ClusterConfig(Settings):
+    """How datatrove runs the tasks of a preparation on more than one machine; `out` must lie where all of them see it."""
+
+    num_jobs: PositiveInt | None = None
+    """Jobs that the tasks are shared over; default: one for each task."""
+    max_running_jobs: PositiveInt | None = None
+    """Jobs that run at the same time (slurm, ray); default: as many as there is room for."""
+    cpus_per_job: PositiveInt = 1
+    """Processor cores of a job (slurm, ray); more than one only brings more memory."""
+    mem_per_cpu_gb: PositiveInt = 4
+    """Memory per core (slurm, ray)."""
+    partition: str | None = None
+    """Slurm partition."""
+    time_limit: str = "24:00:00"
+    """Slurm time limit of a job."""
+    env_command: str | None = None
+    """Shell command that activates the Python environment on a node (slurm)."""
+    sbatch_args: tuple[str, ...] = ()
+    """Further arguments of sbatch, each as name=value."""
+
+
 class DataPrepConfig(Settings):
     """Settings of `fp8ctl data prep`."""
 
@@ -125,6 +146,11 @@ class DataPrepConfig(Settings):
     """Processes that tokenize; the result does not depend on it."""
     task_mb: PositiveInt | None = None
     """MiB of input in one task, the unit of going on after a stop; default: a 64th of all, between 16 and 512. The shards depend on it."""
+    executor: Literal["local", "datatrove", "slurm", "ray"] = "local"
+    """Who runs the tasks. local: processes of this command. The others are datatrove's executors (extra `cluster`): processes on this
+    machine, a Slurm cluster, a Ray cluster."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Settings of the other executors."""
     restart: bool = False
     """Begin again where `out` holds an unfinished preparation with other settings."""
     max_bad_rate: float = Field(default=0.001, ge=0.0, le=1.0)

@@ -89,8 +89,32 @@ def prepare(config: DataPrepConfig, progress: Callable[[Status], None] = lambda 
             nothing is left.
     """
     with opened(config) as (plan, folder):
-        run_plan(plan, folder, progress)
+        if config.executor == "local":
+            run_plan(plan, folder, progress)
+        else:
+            from fp8ctl.data.cluster import run_on_cluster
+
+            run_on_cluster(plan, folder)
         return merge(plan, folder, config.max_bad_rate)
+
+
+def submit(config: DataPrepConfig) -> str:
+    """Hands the tasks to a Slurm cluster, and a last job that writes the manifest when they are done; does not wait.
+
+    Returns:
+        The number of the last job.
+
+    Raises:
+        ConfigError, DataError: see `prepare`.
+        LaunchError: Slurm refuses the jobs.
+        MissingPackageError: datatrove is not installed.
+    """
+    from fp8ctl.data.cluster import submit_to_slurm
+
+    plan, folder = _planned(config)
+    with _writing(folder), _folder_of_our_own(folder):
+        _go_on_or_begin(plan, folder, restart=config.restart)
+    return submit_to_slurm(plan, folder)
 
 
 def finish(folder: Path, max_bad_rate: float | None = None) -> Path:
@@ -117,12 +141,7 @@ def opened(config: DataPrepConfig) -> Iterator[tuple[Plan, Path]]:
     Raises:
         ConfigError, DataError: see `prepare`.
     """
-    check_data_prep(config)
-    assert config.out is not None
-    for family in chain.from_iterable(s.families for s in config.sources if s.kind == "reasoning_gym"):
-        reasoning_gym.question(family, 0, 0)  # a wrong name fails before anything is written
-    plan = make_plan(config, encoder_for(config))
-    folder = Path(config.out)
+    plan, folder = _planned(config)
     with _writing(folder), _folder_of_our_own(folder):
         _go_on_or_begin(plan, folder, restart=config.restart)
         try:
@@ -174,6 +193,14 @@ def tidy(plan: Plan, folder: Path) -> None:
         return
     wanted = {info.name for d in done for split in SPLITS for info in d.splits[split]}
     _remove_shards(folder, but=wanted)
+
+
+def _planned(config: DataPrepConfig) -> tuple[Plan, Path]:
+    check_data_prep(config)
+    assert config.out is not None
+    for family in chain.from_iterable(s.families for s in config.sources if s.kind == "reasoning_gym"):
+        reasoning_gym.question(family, 0, 0)  # a wrong name fails before anything is written
+    return make_plan(config, encoder_for(config)), Path(config.out)
 
 
 def _go_on_or_begin(plan: Plan, folder: Path, *, restart: bool) -> None:
