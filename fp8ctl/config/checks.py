@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.config.problems import Problem, raise_problems
-from fp8ctl.config.schema import DataPrepConfig, ModelShape, PrecisionConfig, TrainConfig
+from fp8ctl.config.schema import ModelShape, PrecisionConfig, TrainConfig
 
 
 def check_train(config: TrainConfig) -> None:

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-
-class Settings(BaseModel):
-    """Base of every group: unknown keys are refused, values can't change after composing."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
+from fp8ctl.config.settings import Settings
 
 # ---------------------------------------------------------------- model
 
@@ -78,83 +73,6 @@ class ModelConfig(Settings):
 
 
 # ---------------------------------------------------------------- data
-
-
-class SourceConfig(Settings):
-    """One source of raw text or conversations."""
-
-    kind: Literal["jsonl", "parquet", "text", "python_stdlib", "reasoning_gym"] = "jsonl"
-    """jsonl, parquet and text read `paths`; python_stdlib reads the running Python's own standard library and its documentation;
-    reasoning_gym generates conversations (SFT only)."""
-    paths: tuple[str, ...] = ()
-    """Files, folders or glob patterns."""
-    text_field: str = "text"
-    """Field or column of the text (jsonl and parquet, CPT)."""
-    families: tuple[str, ...] = ()
-    """reasoning-gym families to generate."""
-    num_per_family: PositiveInt = 100
-    """Conversations per reasoning-gym family."""
-    seed: int = 1
-    """Seed of the generated conversations; evaluation uses other seeds."""
-
-
-class ClusterConfig(Settings):
-    """How datatrove runs the tasks of a preparation on more than one machine; `out` must lie where all of them see it."""
-
-    num_jobs: PositiveInt | None = None
-    """Jobs that the tasks are shared over; default: one for each task."""
-    max_running_jobs: PositiveInt | None = None
-    """Jobs that run at the same time (slurm, ray); default: as many as there is room for."""
-    cpus_per_job: PositiveInt = 1
-    """Processor cores of a job (slurm, ray); more than one only brings more memory."""
-    mem_per_cpu_gb: PositiveInt = 4
-    """Memory per core (slurm, ray)."""
-    partition: str | None = None
-    """Slurm partition."""
-    time_limit: str = "24:00:00"
-    """Slurm time limit of a job."""
-    env_command: str | None = None
-    """Shell command that activates the Python environment on a node (slurm)."""
-    sbatch_args: tuple[str, ...] = ()
-    """Further arguments of sbatch, each as name=value."""
-
-
-class DataPrepConfig(Settings):
-    """Settings of `fp8ctl data prep`."""
-
-    kind: Literal["cpt", "sft"] = "cpt"
-    """cpt: documents to tokens. sft: conversations to tokens and a mask of trained tokens."""
-    out: str | None = None
-    """Folder of the data set to write."""
-    tokenizer: str | None = None
-    """Folder with tokenizer.json (and, for SFT, the chat template)."""
-    sources: tuple[SourceConfig, ...] = ()
-    """Where the text comes from, in order."""
-    append_eos: bool = True
-    """End each document with the tokenizer's end-of-text token (CPT)."""
-    chat_template: str | None = None
-    """Name of a template in templates/chat or a path; default: the tokenizer's own (SFT)."""
-    system_prompt: str | None = None
-    """System message put in front of conversations that have none (SFT)."""
-    max_tokens: PositiveInt | None = None
-    """SFT conversations longer than this are dropped and counted; CPT documents are never cut."""
-    validation_share: float = Field(default=0.005, ge=0.0, lt=0.5)
-    """Share of documents held out for validation, chosen by document hash."""
-    shard_tokens: PositiveInt = 268_435_456
-    """Tokens per shard."""
-    num_workers: PositiveInt = 1
-    """Processes that tokenize; the result does not depend on it."""
-    task_mb: PositiveInt | None = None
-    """MiB of input in one task, the unit of going on after a stop; default: a 64th of all, between 16 and 512. The shards depend on it."""
-    executor: Literal["local", "datatrove", "slurm", "ray"] = "local"
-    """Who runs the tasks. local: processes of this command. The others are datatrove's executors (extra `cluster`): processes on this
-    machine, a Slurm cluster, a Ray cluster."""
-    cluster: ClusterConfig = ClusterConfig()
-    """Settings of the other executors."""
-    restart: bool = False
-    """Begin again where `out` holds an unfinished preparation with other settings."""
-    max_bad_rate: float = Field(default=0.001, ge=0.0, le=1.0)
-    """Largest share of unreadable rows before the command fails; bad rows are listed in quarantine.jsonl."""
 
 
 class DataConfig(Settings):

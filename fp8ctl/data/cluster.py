@@ -106,7 +106,7 @@ def run_on_cluster(plan: Plan, folder: Path) -> None:
         raise MissingPackageError(f"executor=ray needs Ray: {error}", "pip install 'datatrove[ray]'") from None
     except Exception as error:
         raise LaunchError(
-            f"datatrove's executor failed: {error}", f"see {folder / TASKS / 'logs'}, then run the command again"
+            f"datatrove's executor failed: {error}", f"see {folder / LOGS}, then run the command again"
         ) from error
 
 
@@ -153,7 +153,7 @@ def submit_to_slurm(plan: Plan, folder: Path) -> str:
     except subprocess.CalledProcessError as error:
         raise LaunchError(
             f"sbatch failed: {(error.stderr or error.output or str(error)).strip()}",
-            f"see {folder / TASKS / 'logs' / 'launch_script.slurm'} and the settings cluster.*",
+            f"see {folder / LOGS / 'launch_script.slurm'} and the settings cluster.*",
         ) from None
     return str(last.job_id)
 

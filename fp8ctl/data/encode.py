@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import xxhash
 
-from fp8ctl.config.schema import DataPrepConfig
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.data.chat import load_template, render
 from fp8ctl.data.rows import BadRow, BadRowError, Conversation, Document, Dropped, Encoded, Message, Row, Sample
 from fp8ctl.data.shards import count_trained

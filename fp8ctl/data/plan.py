@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 import fp8ctl
-from fp8ctl.config.schema import DataPrepConfig
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.data.encode import Encoder
 from fp8ctl.data.prep_task import TASKS
 from fp8ctl.data.sources import InputFile, Slice

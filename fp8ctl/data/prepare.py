@@ -22,7 +22,7 @@ from typing import Any
 import filelock
 
 from fp8ctl.config.checks import check_data_prep
-from fp8ctl.config.schema import DataPrepConfig
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.data import reasoning_gym
 from fp8ctl.data.encode import encoder_for
 from fp8ctl.data.manifest import FILE, QUARANTINE

@@ -18,7 +18,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fp8ctl.config.schema import SourceConfig
+from fp8ctl.config.data_schema import SourceConfig
 from fp8ctl.data import conversations, reasoning_gym
 from fp8ctl.data.rows import BadRow, BadRowError, Conversation, Document, Origin, Row
 from fp8ctl.data.stdlib_text import iter_stdlib

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fp8ctl.config.checks import check_data_prep
-from fp8ctl.config.schema import ClusterConfig, DataPrepConfig, SourceConfig
+from fp8ctl.config.data_schema import ClusterConfig, DataPrepConfig, SourceConfig
 from fp8ctl.data import tasks
 from fp8ctl.data.manifest import Manifest
 from fp8ctl.data.prepare import prepare, submit

@@ -15,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from fp8ctl.config.schema import BatchConfig, DataConfig, DataPrepConfig, SourceConfig
+from fp8ctl.config.data_schema import DataPrepConfig, SourceConfig
+from fp8ctl.config.schema import BatchConfig, DataConfig
 from fp8ctl.data import encode, tasks
 from fp8ctl.data.corpus import Corpus
 from fp8ctl.data.loader import Loader

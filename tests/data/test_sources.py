@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fp8ctl.config.schema import SourceConfig
+from fp8ctl.config.data_schema import SourceConfig
 from fp8ctl.data.reasoning_gym import is_held_out
 from fp8ctl.data.rows import BadRow, Conversation, Document, Row
 from fp8ctl.data.sources import InputFile, find_files, iter_rows
