@@ -608,7 +608,7 @@ def test_standard_library_and_reasoning_gym_to_batches(tmp_path: Path, smollm2_f
     prepare(settings(tmp_path / "sft", smollm2_folder, source, kind="sft", chat_template="smollm2", max_tokens=512))
     batch = BatchConfig(seq_len_tokens=512, micro_batch_rows=2, global_batch_rows=4)
     cpt, sft = (
-        Loader(tmp_path / kind, data=DataConfig(packing=packing), batch=batch, seed=1, rank=0, world_size=1)
+        Loader(DataConfig(path=str(tmp_path / kind), packing=packing), batch=batch, seed=1, rank=0, world_size=1)
         for kind, packing in (("cpt", "stream"), ("sft", "best_fit"))
     )
     assert cpt.describe()["tokens"] > 2_000_000 and cpt.describe()["fill_share"] > 0.999
