@@ -209,7 +209,7 @@ def check_data_prep(config: DataPrepConfig) -> None:
         )
     for i, source in enumerate(config.sources):
         where = f"sources.{i}"
-        if source.kind in ("jsonl", "parquet", "text") and not source.paths:
+        if source.kind in ("jsonl", "json", "parquet", "text") and not source.paths:
             problems.append(
                 Problem(f"{where}.paths", f"a {source.kind} source needs files", f"set {where}.paths=[FILES]")
             )

@@ -279,7 +279,7 @@ def test_bad_rows_go_into_quarantine(tmp_path: Path, tokenizer_folder: Path) -> 
     assert (counters["rows"], counters["kept"], counters["dropped"], counters["bad"]) == (12, 10, {}, 2)
     lines = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
     assert [(r["file"], r["line"]) for r in lines] == [(str(tmp_path / "a.jsonl"), 11), (str(tmp_path / "a.jsonl"), 12)]
-    assert lines[0]["reason"].startswith("not JSON") and lines[0]["excerpt"] == "{broken\n"
+    assert lines[0]["reason"].startswith("not JSON") and lines[0]["excerpt"] == "{broken"
     assert lines[1]["reason"] == "a message holds the control token <|im_end|>"
 
 
