@@ -195,7 +195,7 @@ def _conversation(origin: Origin, row: Any) -> Row:
     if not isinstance(row, dict):
         return BadRow(origin, f"{type(row).__name__}, not an object")
     try:
-        return Conversation(origin, conversations.to_messages(row))
+        return conversations.to_conversation(row, origin)
     except BadRowError as error:
         return BadRow(origin, error.message)
 
