@@ -15,7 +15,7 @@ _PUBLIC = {
     "compose": "fp8ctl.config.compose",
     "TrainConfig": "fp8ctl.config.schema",
     "EvalConfig": "fp8ctl.config.schema",
-    "DataPrepConfig": "fp8ctl.config.schema",
+    "DataPrepConfig": "fp8ctl.config.data_schema",
     "PrecisionConfig": "fp8ctl.config.schema",
     "MonitorConfig": "fp8ctl.config.schema",
     "ModelShape": "fp8ctl.config.schema",

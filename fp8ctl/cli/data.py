@@ -25,13 +25,30 @@ def prep(overrides: Overrides = None) -> None:
     """Text or conversations to token shards: fp8ctl data prep source=python_stdlib tokenizer=FOLDER out=FOLDER."""
     from fp8ctl.config.checks import check_data_prep
     from fp8ctl.config.compose import compose
-    from fp8ctl.data.manifest import Manifest
-    from fp8ctl.data.prepare import prepare
+    from fp8ctl.data.prepare import prepare, submit
 
     config = compose("data_prep", overrides or [])
     check_data_prep(config)
+    if config.executor == "slurm":
+        say(f"Slurm job {submit(config)} writes the manifest when all jobs before it are done")
+        say(f"if a job failed: run this command again, or `fp8ctl data merge {config.out}` when all tasks are done")
+        return
     with progress("MiB read") as report:
         manifest = prepare(config, lambda status: report(*_mebibytes(status), _counted(status)))
+    _tell(manifest)
+
+
+@app.command()
+def merge(path: Folder) -> None:
+    """Finishes a data set whose tasks were done on several machines: writes its manifest, copies no token."""
+    from fp8ctl.data.prepare import finish
+
+    _tell(finish(path))
+
+
+def _tell(manifest: Path) -> None:
+    from fp8ctl.data.manifest import Manifest
+
     for warning in Manifest.read(manifest.parent).warnings:
         say(f"warning: {warning}")
     say(f"data set written: {manifest.parent}")

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from fp8ctl.config.schema import ModelConfig, PrecisionConfig, Settings
+from fp8ctl.config.schema import ModelConfig, PrecisionConfig
+from fp8ctl.config.settings import Settings
 
 
 class BenchGemmConfig(Settings):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.config.problems import Problem, raise_problems
-from fp8ctl.config.schema import DataPrepConfig, ModelShape, PrecisionConfig, TrainConfig
+from fp8ctl.config.schema import ModelShape, PrecisionConfig, TrainConfig
 
 
 def check_train(config: TrainConfig) -> None:
@@ -181,6 +182,8 @@ def check_data_prep(config: DataPrepConfig) -> None:
         problems.append(Problem("out", "no folder to write to", "set out=FOLDER"))
     if not config.tokenizer:
         problems.append(Problem("tokenizer", "no tokenizer", "set tokenizer=FOLDER, a Hugging Face model folder"))
+    if config.executor == "slurm" and not config.cluster.partition:
+        problems.append(Problem("cluster.partition", "Slurm needs one", "set cluster.partition=NAME, see `sinfo`"))
     if not config.sources:
         problems.append(
             Problem(

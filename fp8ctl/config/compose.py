@@ -15,8 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from fp8ctl.config.bench_schema import BenchArmConfig, BenchGemmConfig, BenchStepConfig
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.config.problems import Problem, nearest, raise_problems
-from fp8ctl.config.schema import DataPrepConfig, EvalConfig, Settings, TrainConfig
+from fp8ctl.config.schema import EvalConfig, TrainConfig
+from fp8ctl.config.settings import Settings
 from fp8ctl.errors import ConfigError
 from fp8ctl.paths import conf_dir
 

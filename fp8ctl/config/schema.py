@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-
-class Settings(BaseModel):
-    """Base of every group: unknown keys are refused, values can't change after composing."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
+from fp8ctl.config.settings import Settings
 
 # ---------------------------------------------------------------- model
 
@@ -80,70 +75,6 @@ class ModelConfig(Settings):
 # ---------------------------------------------------------------- data
 
 
-class SourceConfig(Settings):
-    """One source of raw text or conversations."""
-
-    kind: Literal["jsonl", "parquet", "text", "python_stdlib", "reasoning_gym"] = "jsonl"
-    """jsonl, parquet and text read `paths`; python_stdlib reads the running Python's own standard library and its documentation;
-    reasoning_gym generates conversations (SFT only)."""
-    paths: tuple[str, ...] = ()
-    """Files, folders or glob patterns."""
-    text_field: str = "text"
-    """Field or column of the text (jsonl and parquet, CPT)."""
-    families: tuple[str, ...] = ()
-    """reasoning-gym families to generate."""
-    num_per_family: PositiveInt = 100
-    """Conversations per reasoning-gym family."""
-    seed: int = 1
-    """Seed of the generated conversations; evaluation uses other seeds."""
-
-
-class DataPrepConfig(Settings):
-    """Settings of `fp8ctl data prep`."""
-
-    kind: Literal["cpt", "sft"] = "cpt"
-    """cpt: documents to tokens. sft: conversations to tokens and a mask of trained tokens."""
-    out: str | None = None
-    """Folder of the data set to write."""
-    tokenizer: str | None = None
-    """Folder with tokenizer.json (and, for SFT, the chat template)."""
-    sources: tuple[SourceConfig, ...] = ()
-    """Where the text comes from, in order."""
-    append_eos: bool = True
-    """End each document with the tokenizer's end-of-text token (CPT)."""
-    chat_template: str | None = None
-    """Name of a template in templates/chat or a path; default: the tokenizer's own (SFT)."""
-    system_prompt: str | None = None
-    """System message put in front of conversations that have none (SFT)."""
-    default_system: Literal["keep", "none"] = "keep"
-    """What stands in conversations without a system message and without `system_prompt`. keep: what the chat template writes by
-    itself (Qwen2.5, SmolLM2 and Llama 3 do). none: nothing; templates that can't leave it out are refused."""
-    thought_markers: Literal["keep", "think"] = "keep"
-    """think: OpenThoughts' markers become <think> tags, and reasoning_content moves into the answer as <think>. keep: neither (SFT)."""
-    check_thoughts: bool = True
-    """Quarantine answers whose <think> tags are not closed, nested, repeated or behind text; false takes tags as any other text."""
-    control_tokens: Literal["refuse", "text"] = "refuse"
-    """Control tokens written in a conversation, which could forge a turn. refuse: quarantine it. text: encode them as plain text."""
-    max_tokens: PositiveInt | None = None
-    """Longest SFT sample in tokens, see `over_length`; CPT documents are never cut."""
-    over_length: Literal["drop", "error", "truncate_tail", "split"] = "drop"
-    """What becomes of a conversation above max_tokens, counted in the manifest. drop: left out. error: the command stops.
-    truncate_tail: cut at max_tokens, so that its end is not trained. split: between turns, each part with the system message; a turn
-    that is too long by itself is cut inside, and the pieces that follow have no question in front."""
-    validation_share: float = Field(default=0.005, ge=0.0, lt=0.5)
-    """Share of documents held out for validation, chosen by document hash."""
-    shard_tokens: PositiveInt = 268_435_456
-    """Tokens per shard."""
-    num_workers: PositiveInt = 1
-    """Processes that tokenize; the result does not depend on it."""
-    task_mb: PositiveInt | None = None
-    """MiB of input in one task, the unit of going on after a stop; default: a 64th of all, between 16 and 512. The shards depend on it."""
-    restart: bool = False
-    """Begin again where `out` holds an unfinished preparation with other settings."""
-    max_bad_rate: float = Field(default=0.001, ge=0.0, le=1.0)
-    """Largest share of unreadable rows before the command fails; bad rows are listed in quarantine.jsonl."""
-
-
 class DataConfig(Settings):
     """What a training run reads."""
 
@@ -200,8 +131,8 @@ class PrecisionConfig(Settings):
     """What executes FP8 GEMMs. reference: emulated anywhere. native: Triton quantisers and FP8 tensor cores. te:
     transformer-engine's modules. auto: the best that runs here, printed and stored with its reason."""
     gemm: Literal["auto", "cublas", "triton"] = "auto"
-    """What multiplies on backend native. auto: cuBLAS where it scales by block (Hopper, CUDA 12.9), else Triton; printed and stored
-    with its reason."""
+    """What multiplies on backend native. auto: for recipes by block cuBLAS where it has that (Hopper, CUDA 12.9), else Triton; by row
+    and by tensor always cuBLAS. Printed and stored with its reason."""
     require_fp8: bool = False
     """Fail when less ran in FP8 than the plan says."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import xxhash
 
-from fp8ctl.config.schema import DataPrepConfig
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.data.rows import BadRow, Conversation, Document, Dropped, Encoded, Row, Sample
 from fp8ctl.data.sft import ConversationEncoder
 from fp8ctl.data.tokenizer import load_tokenizer

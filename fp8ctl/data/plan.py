@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 import fp8ctl
-from fp8ctl.config.schema import DataPrepConfig
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.data.encode import Encoder
 from fp8ctl.data.prep_task import TASKS
 from fp8ctl.data.sources import InputFile, Slice
@@ -22,7 +22,7 @@ from fp8ctl.errors import DataError
 from fp8ctl.track.record import write_json
 
 FILE = f"{TASKS}/plan.json"
-_NOT_IN_THE_DATA = {"out", "num_workers", "max_bad_rate", "restart"}
+_NOT_IN_THE_DATA = {"out", "num_workers", "max_bad_rate", "restart", "executor", "cluster"}
 """Settings that change no byte of the shards: a preparation may go on with other ones."""
 
 

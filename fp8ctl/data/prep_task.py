@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8ctl.config.schema import DataPrepConfig
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.data.encode import encoder_for, in_batches, num_chars
 from fp8ctl.data.rows import BadRow, Dropped, Encoded
 from fp8ctl.data.shards import ShardInfo

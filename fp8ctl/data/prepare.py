@@ -22,7 +22,7 @@ from typing import Any
 import filelock
 
 from fp8ctl.config.checks import check_data_prep
-from fp8ctl.config.schema import DataPrepConfig
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.data import reasoning_gym
 from fp8ctl.data.encode import encoder_for
 from fp8ctl.data.manifest import FILE, QUARANTINE
@@ -89,8 +89,49 @@ def prepare(config: DataPrepConfig, progress: Callable[[Status], None] = lambda 
             nothing is left.
     """
     with opened(config) as (plan, folder):
-        run_plan(plan, folder, progress)
+        if config.executor == "local":
+            run_plan(plan, folder, progress)
+        else:
+            from fp8ctl.data.cluster import run_on_cluster
+
+            run_on_cluster(plan, folder)
         return merge(plan, folder, config.max_bad_rate)
+
+
+def submit(config: DataPrepConfig) -> str:
+    """Hands the tasks to a Slurm cluster, and a last job that writes the manifest when they are done; does not wait.
+
+    Returns:
+        The number of the last job.
+
+    Raises:
+        ConfigError, DataError: see `prepare`.
+        LaunchError: Slurm refuses the jobs.
+        MissingPackageError: datatrove is not installed.
+    """
+    from fp8ctl.data.cluster import submit_to_slurm
+
+    plan, folder = _planned(config)
+    with _writing(folder), _folder_of_our_own(folder):
+        _go_on_or_begin(plan, folder, restart=config.restart)
+    return submit_to_slurm(plan, folder)
+
+
+def finish(folder: Path, max_bad_rate: float | None = None) -> Path:
+    """Writes the manifest of a data set whose tasks were done by others, on this machine or elsewhere; returns its path.
+
+    Args:
+        max_bad_rate: default: that of the command which made the plan.
+
+    Raises:
+        DataError: the folder holds no unfinished data set, tasks are not done, or see `prepare`.
+    """
+    plan = Plan.read(folder)
+    with _writing(folder), _folder_of_our_own(folder):
+        try:
+            return merge(plan, folder, plan.config.max_bad_rate if max_bad_rate is None else max_bad_rate)
+        finally:
+            tidy(plan, folder)
 
 
 @contextlib.contextmanager
@@ -100,23 +141,13 @@ def opened(config: DataPrepConfig) -> Iterator[tuple[Plan, Path]]:
     Raises:
         ConfigError, DataError: see `prepare`.
     """
-    check_data_prep(config)
-    assert config.out is not None
-    for family in chain.from_iterable(s.families for s in config.sources if s.kind == "reasoning_gym"):
-        reasoning_gym.question(family, 0, 0)  # a wrong name fails before anything is written
-    plan = make_plan(config, encoder_for(config))
-    folder = Path(config.out)
-    try:
-        with _folder_of_our_own(folder):
-            _go_on_or_begin(plan, folder, restart=config.restart)
-            try:
-                yield plan, folder
-            finally:
-                tidy(plan, folder)
-    except OSError as error:
-        raise DataError(
-            f"{folder} can't be written: {error.strerror}", "choose another out=FOLDER, or make room"
-        ) from None
+    plan, folder = _planned(config)
+    with _writing(folder), _folder_of_our_own(folder):
+        _go_on_or_begin(plan, folder, restart=config.restart)
+        try:
+            yield plan, folder
+        finally:
+            tidy(plan, folder)
 
 
 def run_plan(plan: Plan, folder: Path, progress: Callable[[Status], None] = lambda status: None) -> None:
@@ -164,6 +195,14 @@ def tidy(plan: Plan, folder: Path) -> None:
     _remove_shards(folder, but=wanted)
 
 
+def _planned(config: DataPrepConfig) -> tuple[Plan, Path]:
+    check_data_prep(config)
+    assert config.out is not None
+    for family in chain.from_iterable(s.families for s in config.sources if s.kind == "reasoning_gym"):
+        reasoning_gym.question(family, 0, 0)  # a wrong name fails before anything is written
+    return make_plan(config, encoder_for(config)), Path(config.out)
+
+
 def _go_on_or_begin(plan: Plan, folder: Path, *, restart: bool) -> None:
     if (folder / TASKS / "plan.json").is_file() and not restart:
         found = Plan.read(folder)
@@ -205,6 +244,16 @@ def _refuse_hopeless_input(status: Status, config: DataPrepConfig) -> None:
             f"{first['line']}: {first['reason']}",
             "check that kind, sources.*.kind and text_field fit the files",
         )
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{folder} can't be written: {error.strerror}", "choose another out=FOLDER, or make room"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -20,11 +20,14 @@ class BadRowError(DataError):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a row came from: a file (or generator) and the line, row or item number in it, counted from 1."""
+    """Where a row came from: a file (or generator) and its place in it."""
 
     file: str
     line: int
+    """Line, row or item number from 1; counted from the start of the slice where only a slice of a JSONL file is read."""
     at: int = 0
+    """What identifies the record whatever slice is read, from 0: byte of the (decompressed) file where the line starts
+    (jsonl), row (parquet) or item (json, generators); 0 for a text file."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-from fp8ctl.config.schema import DataPrepConfig
+from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.data import thoughts
 from fp8ctl.data.chat import render
 from fp8ctl.data.chat_template import ChatTemplate, TemplateLimitError, load_template

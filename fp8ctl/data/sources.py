@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fp8ctl.config.schema import SourceConfig
+from fp8ctl.config.data_schema import SourceConfig
 from fp8ctl.data import conversations, reasoning_gym
 from fp8ctl.data.rows import BadRow, BadRowError, Conversation, Document, Origin, Row
 from fp8ctl.data.stdlib_text import iter_stdlib
@@ -33,38 +33,23 @@ Parse = Callable[[Origin, Any], Row]
 
 @dataclass(frozen=True)
 class InputFile:
+    """One file of a source: a local path or a URL."""
+
     path: str
     bytes: int
-    format: str
-    compression: str = ""
+    """Size on disk, compressed where it is; 0 where a remote file tells none."""
+    format: Literal["jsonl", "json", "parquet", "text"]
+    compression: Literal["", "gz", "zst", "xz", "bz2"] = ""
 
 
 @dataclass(frozen=True)
 class Slice:
+    """Part of a file that one task reads, [start, end): bytes of an uncompressed JSONL file (it owns the lines that start
+    in it), row groups of a Parquet file; of others the whole."""
+
     file: InputFile
     start: int = 0
     end: int | None = None
-
-
-def split_file(file: InputFile, max_bytes: int) -> list[Slice]:
-    if file.format != "jsonl" or file.bytes <= max_bytes:
-        return [Slice(file)]
-    n = -(-file.bytes // max_bytes)
-    cuts: list[int] = [file.bytes * i // n for i in range(n + 1)]
-    return [Slice(file, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-
-
-def iter_slice(piece: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
-    parse: Parse = _conversation if kind == "sft" else lambda origin, row: _document(origin, row, source.text_field)
-    wanted = conversations.FIELDS if kind == "sft" else (source.text_field,)
-    path = Path(piece.file.path)
-    with _reading(path):
-        if source.kind == "jsonl":
-            yield from _jsonl(path, parse, piece.start, piece.end)
-        elif source.kind == "parquet":
-            yield from _parquet(path, parse, wanted)
-        else:
-            yield _text(path)
 
 
 def iter_rows(source: SourceConfig, kind: str) -> Iterator[Row]:
@@ -83,12 +68,57 @@ def iter_rows(source: SourceConfig, kind: str) -> Iterator[Row]:
             yield from iter_slice(Slice(file), source, kind)
 
 
+def iter_slice(slice: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
+    """Rows of one slice; the slices of a file together give what the whole file gives.
+
+    Raises:
+        DataError: the file can't be read.
+    """
+    parse: Parse = _conversation if kind == "sft" else lambda origin, row: _document(origin, row, source.text_field)
+    path = Path(slice.file.path)
+    with _reading(path):
+        if slice.file.format == "jsonl":
+            yield from _jsonl(slice, parse)
+        elif slice.file.format == "parquet":
+            wanted = conversations.FIELDS if kind == "sft" else (source.text_field,)
+            yield from _parquet(slice, parse, wanted)
+        else:
+            yield _text(path)
+
+
+def split_file(file: InputFile, max_bytes: int) -> list[Slice]:
+    """Slices of about `max_bytes` that together are the file; one slice where a file can't be read in parts.
+
+    Raises:
+        DataError: the file can't be read.
+    """
+    with _reading(Path(file.path)):
+        if file.format == "jsonl" and not file.compression and file.bytes > max_bytes:
+            return [Slice(file, at, min(at + max_bytes, file.bytes)) for at in range(0, file.bytes, max_bytes)]
+        if file.format == "parquet" and file.bytes > max_bytes:
+            slices, start, size = [], 0, 0
+            try:
+                metadata = pq.read_metadata(file.path)
+            except pa.ArrowException:
+                return [Slice(file)]
+            for group in range(metadata.num_row_groups):
+                size += sum(
+                    metadata.row_group(group).column(i).total_compressed_size for i in range(metadata.num_columns)
+                )
+                if size >= max_bytes or group + 1 == metadata.num_row_groups:
+                    slices.append(Slice(file, start, group + 1))
+                    start, size = group + 1, 0
+            return slices or [Slice(file)]
+    return [Slice(file)]
+
+
 def find_files(source: SourceConfig) -> list[InputFile]:
     """Files of a source: each path or pattern in the order given, folders and patterns sorted by name, no file twice.
 
     Raises:
         DataError: a path that matches nothing, or compressed files.
     """
+    assert source.kind in ("jsonl", "parquet", "text")
     found: dict[str, Path] = {}
     suffixes = _SUFFIXES[source.kind]
     for given in source.paths:
@@ -105,25 +135,25 @@ def find_files(source: SourceConfig) -> list[InputFile]:
             if path.suffix in _COMPRESSED:
                 raise DataError(f"{path} is compressed", "unpack it first")
             found.setdefault(os.path.realpath(path), path)
-    return [InputFile(str(p), p.stat().st_size, source.kind) for p in found.values()]
+    return [InputFile(str(path), path.stat().st_size, source.kind) for path in found.values()]
 
 
-def _jsonl(path: Path, parse: Parse, start: int = 0, end: int | None = None) -> Iterator[Row]:
-    with open(path, "rb") as f:
-        if start:
-            f.seek(start - 1)
+def _jsonl(slice: Slice, parse: Parse) -> Iterator[Row]:
+    with open(slice.file.path, "rb") as f:
+        if slice.start:  # the line that runs into this slice belongs to the slice where it starts
+            f.seek(slice.start - 1)
             f.readline()
         at = f.tell()
         # Binary lines end at b"\n" only: U+2028, vertical tab and the like inside a text do not split a record.
         for number, line in enumerate(f, start=1):
-            here, at = at, at + len(line)
-            if end is not None and here >= end:
+            if slice.end is not None and at >= slice.end:
                 return
-            if number == 1:
+            origin = Origin(slice.file.path, number, at)
+            at += len(line)
+            if origin.at == 0:
                 line = line.removeprefix(_BOM)
             if not line.strip():
                 continue
-            origin = Origin(str(path), number, here)
             try:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError as error:
@@ -133,18 +163,20 @@ def _jsonl(path: Path, parse: Parse, start: int = 0, end: int | None = None) -> 
             yield BadRow(origin, parsed.reason, _excerpt(line)) if isinstance(parsed, BadRow) else parsed
 
 
-def _parquet(path: Path, parse: Parse, wanted: tuple[str, ...]) -> Iterator[Row]:
+def _parquet(slice: Slice, parse: Parse, wanted: tuple[str, ...]) -> Iterator[Row]:
+    path = slice.file.path
     try:
         file = pq.ParquetFile(path)
         names = file.schema_arrow.names
         columns = [n for n in wanted if n in names]
         if not columns:
             raise DataError(f"{path} has no column {' or '.join(wanted)}", f"its columns: {', '.join(names)}")
-        number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=columns):
+        groups = range(file.num_row_groups)[slice.start : slice.end]
+        at = sum(file.metadata.row_group(g).num_rows for g in range(slice.start))
+        for batch in file.iter_batches(batch_size=1024, row_groups=list(groups), columns=columns):
             for row in _rows_of(batch):
-                number += 1
-                origin = Origin(str(path), number)
+                origin = Origin(path, at + 1, at)
+                at += 1
                 yield BadRow(origin, row) if isinstance(row, str) else parse(origin, row)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is no whole Parquet file: {error}", "it may be cut short: copy it again") from None
@@ -177,7 +209,7 @@ def _reasoning_gym(source: SourceConfig) -> Iterator[Row]:
     for family in source.families or reasoning_gym.FAMILIES:
         questions = reasoning_gym.iter_questions(family, source.num_per_family, source.seed, held_out=False)
         for number, asked in enumerate(questions, start=1):
-            yield Conversation(Origin(f"reasoning_gym/{family}", number), reasoning_gym.messages(asked))
+            yield Conversation(Origin(f"reasoning_gym/{family}", number, number - 1), reasoning_gym.messages(asked))
 
 
 def _document(origin: Origin, row: Any, field: str) -> Row:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from fp8ctl.config.schema import SourceConfig
+from fp8ctl.config.data_schema import SourceConfig
 from fp8ctl.data import reasoning_gym
 from fp8ctl.data.rows import Conversation, Origin, Row
 from fp8ctl.data.sources import InputFile, Slice, find_files, iter_slice, split_file

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from fp8ctl.config.schema import DataPrepConfig, SourceConfig
+from fp8ctl.config.data_schema import DataPrepConfig, SourceConfig
 from fp8ctl.data.inspect import show_document, stats, verify
 from fp8ctl.data.manifest import Manifest
 from fp8ctl.data.prepare import prepare

@@ -15,12 +15,15 @@ import numpy as np
 import psutil
 import pytest
 
-from fp8ctl.config.schema import BatchConfig, DataConfig, DataPrepConfig, SourceConfig
+from fp8ctl.config.data_schema import DataPrepConfig, SourceConfig
+from fp8ctl.config.schema import BatchConfig, DataConfig
 from fp8ctl.data import encode, tasks
 from fp8ctl.data.corpus import Corpus
 from fp8ctl.data.loader import Loader
 from fp8ctl.data.manifest import Manifest
-from fp8ctl.data.prepare import Status, prepare
+from fp8ctl.data.plan import Plan
+from fp8ctl.data.prep_task import run_task
+from fp8ctl.data.prepare import Status, finish, prepare
 from fp8ctl.data.rows import Document, Origin
 from fp8ctl.data.tokenizer import load_tokenizer
 from fp8ctl.errors import ConfigError, DataError
@@ -401,6 +404,33 @@ def test_killed_at_any_time(tmp_path: Path, tokenizer_folder: Path, num_workers:
     finished_before_the_last_kill = b"holds a data set already" in words_
     assert running.returncode == 0 or finished_before_the_last_kill, words_
     assert kills > 0
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_tasks_done_elsewhere_are_put_together(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", words(60))
+    config = settings(tmp_path / "out", tokenizer_folder, source, validation_share=0.1)
+    prepare(config.model_copy(update={"out": str(tmp_path / "whole")}))
+    with pytest.raises(DataError, match="holds no unfinished data set"):
+        finish(tmp_path / "out")
+
+    def stop(status: Status) -> None:
+        if status.tasks_done == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(config, stop)
+    plan = Plan.read(tmp_path / "out")
+    with pytest.raises(DataError) as error:
+        finish(tmp_path / "out")
+    left = len(plan.tasks) - 2
+    assert error.value.message == (
+        f"{left} of {left + 2} tasks in {tmp_path / 'out'} are not done, the first is task 2"
+    )
+    for task in reversed(plan.tasks[2:]):
+        run_task(task, lambda update: None, config=plan.config, plan=plan.fingerprint, folder=tmp_path / "out")
+    finish(tmp_path / "out")
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fp8ctl.config.schema import SourceConfig
+from fp8ctl.config.data_schema import SourceConfig
 from fp8ctl.data.reasoning_gym import is_held_out
 from fp8ctl.data.rows import BadRow, Conversation, Document, Row
 from fp8ctl.data.sources import InputFile, find_files, iter_rows
@@ -197,7 +197,7 @@ def test_file_without_permission(tmp_path: Path) -> None:
 
 def test_file_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "fp8ctl.data.sources.find_files", lambda source: [InputFile(str(tmp_path / "gone.jsonl"), 0, "jsonl")]
+        "fp8ctl.data.sources.find_files", lambda source: [InputFile(str(tmp_path / "gone.jsonl"), 9, "jsonl")]
     )
     with pytest.raises(DataError, match=r"gone\.jsonl can't be read: No such file"):
         read(tmp_path / "gone.jsonl")

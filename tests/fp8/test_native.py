@@ -12,8 +12,9 @@ import torch
 from fp8ctl.config.schema import PrecisionConfig, RecipeConfig
 from fp8ctl.fp8.backend import choose_backend, native_obstacle
 from fp8ctl.fp8.formats import E4M3
+from fp8ctl.fp8.gemms import GemmSize
 from fp8ctl.fp8.linear import Fp8Linear
-from fp8ctl.fp8.reference import Quantized, dequantize, quantize_block, quantize_tile
+from fp8ctl.fp8.reference import Quantized, dequantize, quantize_block, quantize_row, quantize_tensor, quantize_tile
 
 OBSTACLE = native_obstacle(RecipeConfig(), "cuda")
 pytestmark = [
@@ -66,6 +67,24 @@ def test_gemm_nt(kind: str, size: tuple[int, int, int], out_dtype: torch.dtype, 
     got = gemm_nt(a, b, out_dtype, bias)
     assert got.dtype == out_dtype
     assert_gemm(got, a, b, bias)
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize("size", [(256, 256, 256), (1000, 192, 576), (512, 1536, 8960), (512, 3584, 18944)], ids=str)
+def test_fast_accumulation_stays_within_its_bound(granularity: str, size: tuple[int, int, int]) -> None:
+    """Recipes by row and by tensor: within 1 % of the exact product of the same quantised operands (norms)."""
+    m, n, k = size
+    recipe = RecipeConfig(name=granularity, granularity=granularity, scale="fp32")  # type: ignore[arg-type]
+    x, w = normal(m, k, seed=1), normal(n, k, seed=2)
+    from fp8ctl.fp8.native import NATIVE
+
+    a, _ = NATIVE["cublas"].input(x, recipe, rows=True, columns=False)
+    (b,) = NATIVE["cublas"].weights([w], recipe, transposed=False, join=False)
+    assert a is not None
+    got = NATIVE["cublas"].gemm("fprop", recipe, a, b, GemmSize(m, n, k), torch.bfloat16).double()
+    quantize = {"row": quantize_row, "tensor": quantize_tensor}[granularity]
+    exact = dequantize(*quantize(x, E4M3, "fp32")).double() @ dequantize(*quantize(w, E4M3, "fp32")).double().t()
+    assert (got - exact).norm() <= 0.01 * exact.norm()
 
 
 def test_gemm_nt_refuses_blocks_on_the_left_and_has_nothing_to_do_for_no_rows() -> None:

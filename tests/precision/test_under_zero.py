@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8ctl.config.schema import (
-    BatchConfig,
-    EngineConfig,
-    LaunchConfig,
-    ModelShape,
-    PrecisionConfig,
-    TrainConfig,
-)
+from fp8ctl.config.schema import BatchConfig, EngineConfig, LaunchConfig, ModelShape, PrecisionConfig, TrainConfig
 from fp8ctl.engine.dist import Dist
 from fp8ctl.engine.engine import Engine
 from fp8ctl.model.transformer import Transformer

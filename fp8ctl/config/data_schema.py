@@ -1,0 +1,99 @@
+"""Settings of `fp8ctl data ...`; see `schema.py`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from fp8ctl.config.settings import Settings
+
+
+class SourceConfig(Settings):
+    """One source of raw text or conversations."""
+
+    kind: Literal["jsonl", "parquet", "text", "python_stdlib", "reasoning_gym"] = "jsonl"
+    """jsonl, parquet and text read `paths`; python_stdlib reads the running Python's own standard library and its documentation;
+    reasoning_gym generates conversations (SFT only)."""
+    paths: tuple[str, ...] = ()
+    """Files, folders or glob patterns."""
+    text_field: str = "text"
+    """Field or column of the text (jsonl and parquet, CPT)."""
+    families: tuple[str, ...] = ()
+    """reasoning-gym families to generate."""
+    num_per_family: PositiveInt = 100
+    """Conversations per reasoning-gym family."""
+    seed: int = 1
+    """Seed of the generated conversations; evaluation uses other seeds."""
+
+
+class ClusterConfig(Settings):
+    """How datatrove runs the tasks of a preparation on more than one machine; `out` must lie where all of them see it."""
+
+    num_jobs: PositiveInt | None = None
+    """Jobs that the tasks are shared over; default: one for each task."""
+    max_running_jobs: PositiveInt | None = None
+    """Jobs that run at the same time (slurm, ray); default: as many as there is room for."""
+    cpus_per_job: PositiveInt = 1
+    """Processor cores of a job (slurm, ray); more than one only brings more memory."""
+    mem_per_cpu_gb: PositiveInt = 4
+    """Memory per core (slurm, ray)."""
+    partition: str | None = None
+    """Slurm partition."""
+    time_limit: str = "24:00:00"
+    """Slurm time limit of a job."""
+    env_command: str | None = None
+    """Shell command that activates the Python environment on a node (slurm)."""
+    sbatch_args: tuple[str, ...] = ()
+    """Further arguments of sbatch, each as name=value."""
+
+
+class DataPrepConfig(Settings):
+    """Settings of `fp8ctl data prep`."""
+
+    kind: Literal["cpt", "sft"] = "cpt"
+    """cpt: documents to tokens. sft: conversations to tokens and a mask of trained tokens."""
+    out: str | None = None
+    """Folder of the data set to write."""
+    tokenizer: str | None = None
+    """Folder with tokenizer.json (and, for SFT, the chat template)."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Where the text comes from, in order."""
+    append_eos: bool = True
+    """End each document with the tokenizer's end-of-text token (CPT)."""
+    chat_template: str | None = None
+    """Name of a template in templates/chat or a path; default: the tokenizer's own (SFT)."""
+    system_prompt: str | None = None
+    """System message put in front of conversations that have none (SFT)."""
+    default_system: Literal["keep", "none"] = "keep"
+    """What stands in conversations without a system message and without `system_prompt`. keep: what the chat template writes by
+    itself (Qwen2.5, SmolLM2 and Llama 3 do). none: nothing; templates that can't leave it out are refused."""
+    thought_markers: Literal["keep", "think"] = "keep"
+    """think: OpenThoughts' markers become <think> tags, and reasoning_content moves into the answer as <think>. keep: neither (SFT)."""
+    check_thoughts: bool = True
+    """Quarantine answers whose <think> tags are not closed, nested, repeated or behind text; false takes tags as any other text."""
+    control_tokens: Literal["refuse", "text"] = "refuse"
+    """Control tokens written in a conversation, which could forge a turn. refuse: quarantine it. text: encode them as plain text."""
+    max_tokens: PositiveInt | None = None
+    """Longest SFT sample in tokens, see `over_length`; CPT documents are never cut."""
+    over_length: Literal["drop", "error", "truncate_tail", "split"] = "drop"
+    """What becomes of a conversation above max_tokens, counted in the manifest. drop: left out. error: the command stops.
+    truncate_tail: cut at max_tokens, so that its end is not trained. split: between turns, each part with the system message; a turn
+    that is too long by itself is cut inside, and the pieces that follow have no question in front."""
+    validation_share: float = Field(default=0.005, ge=0.0, lt=0.5)
+    """Share of documents held out for validation, chosen by document hash."""
+    shard_tokens: PositiveInt = 268_435_456
+    """Tokens per shard."""
+    num_workers: PositiveInt = 1
+    """Processes that tokenize; the result does not depend on it."""
+    task_mb: PositiveInt | None = None
+    """MiB of input in one task, the unit of going on after a stop; default: a 64th of all, between 16 and 512. The shards depend on it."""
+    executor: Literal["local", "datatrove", "slurm", "ray"] = "local"
+    """Who runs the tasks. local: processes of this command. The others are datatrove's executors (extra `cluster`): processes on this
+    machine, a Slurm cluster, a Ray cluster."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Settings of the other executors."""
+    restart: bool = False
+    """Begin again where `out` holds an unfinished preparation with other settings."""
+    max_bad_rate: float = Field(default=0.001, ge=0.0, le=1.0)
+    """Largest share of unreadable rows before the command fails; bad rows are listed in quarantine.jsonl."""
