@@ -70,8 +70,21 @@ class DataPrepConfig(Settings):
     """Name of a template in templates/chat or a path; default: the tokenizer's own (SFT)."""
     system_prompt: str | None = None
     """System message put in front of conversations that have none (SFT)."""
+    default_system: Literal["keep", "none"] = "keep"
+    """What stands in conversations without a system message and without `system_prompt`. keep: what the chat template writes by
+    itself (Qwen2.5, SmolLM2 and Llama 3 do). none: nothing; templates that can't leave it out are refused."""
+    thought_markers: Literal["keep", "think"] = "keep"
+    """think: OpenThoughts' markers become <think> tags, and reasoning_content moves into the answer as <think>. keep: neither (SFT)."""
+    check_thoughts: bool = True
+    """Quarantine answers whose <think> tags are not closed, nested, repeated or behind text; false takes tags as any other text."""
+    control_tokens: Literal["refuse", "text"] = "refuse"
+    """Control tokens written in a conversation, which could forge a turn. refuse: quarantine it. text: encode them as plain text."""
     max_tokens: PositiveInt | None = None
-    """SFT conversations longer than this are dropped and counted; CPT documents are never cut."""
+    """Longest SFT sample in tokens, see `over_length`; CPT documents are never cut."""
+    over_length: Literal["drop", "error", "truncate_tail", "split"] = "drop"
+    """What becomes of a conversation above max_tokens, counted in the manifest. drop: left out. error: the command stops.
+    truncate_tail: cut at max_tokens, so that its end is not trained. split: between turns, each part with the system message; a turn
+    that is too long by itself is cut inside, and the pieces that follow have no question in front."""
     validation_share: float = Field(default=0.005, ge=0.0, lt=0.5)
     """Share of documents held out for validation, chosen by document hash."""
     shard_tokens: PositiveInt = 268_435_456

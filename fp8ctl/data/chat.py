@@ -1,99 +1,44 @@
-"""Conversations to tokens: a sandboxed chat template, and an exact mask of the tokens that are trained.
+"""Conversations to tokens, with an exact mask of the tokens that are trained.
 
 What is trained is the assistant's text and the token that ends its turn. Where it stands is known from the template's
 {% generation %} marks, else from rendering ever longer beginnings of the conversation; where neither is exact the
-conversation is refused. The mask is never guessed from token ids.
+conversation is refused. The mask is never guessed from token ids, and nothing that somebody said may get lost in rendering.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from fp8ctl.data import thoughts
+from fp8ctl.data.chat_template import CLOSE, OPEN, ChatTemplate, Span
 from fp8ctl.data.rows import BadRowError, Message
+from fp8ctl.data.survival import check_nothing_is_lost
 from fp8ctl.data.tokenizer import TextTokenizer
-from fp8ctl.errors import DataError
-from fp8ctl.paths import templates_dir
 
-# Unicode noncharacters, reserved for a program's own use: they stand in the rendered text until the spans are read off.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+# A third noncharacter: put inside a control token that somebody wrote, until the text is tokenized.
+_BREAK = "\ufdd2"
 
-Span = tuple[int, int]
+Tools = Sequence[dict[str, Any]]
 
 
-class _GenerationMarks(Extension):
-    """{% generation %} ... {% endgeneration %}: puts the two marks around what the assistant said."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        opening, closing = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_OPEN, _CLOSE))
-        return [opening, *body, closing]
-
-
-class ChatTemplate:
-    """A compiled template and the variables it is rendered with (bos_token and its like)."""
-
-    def __init__(self, source: str, variables: dict[str, str], *, name: str) -> None:
-        """Raises DataError when the template has a syntax error."""
-        self.source = source
-        self.name = name
-        # The two trim options and loop controls are what Hugging Face renders with. `strftime_now` is left out on
-        # purpose: templates that ask for it fall back to a fixed date, and data does not depend on the day.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationMarks]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        try:
-            self._template = environment.from_string(source, globals=variables)
-            self.has_marks = any(t[1:] == ("name", "generation") for t in environment.lex(source))
-        except jinja2.TemplateError as error:
-            raise DataError(f"chat template {name} is broken: {error}", "mend it, or set chat_template=NAME") from None
-
-    def render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
-        """Text of a conversation and the character ranges inside the template's generation marks.
-
-        Raises:
-            BadRowError: the template refuses these messages.
-        """
-        try:
-            marked = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None)
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            raise BadRowError(f"the chat template {self.name} refuses the conversation: {error}") from None
-        return _take_out_marks(marked)
-
-
-def load_template(name: str | None, tokenizer: TextTokenizer) -> ChatTemplate:
-    """A template by its name in templates/chat, by its path, or (None) the tokenizer's own.
-
-    Raises:
-        DataError: there is none, or it is broken.
-    """
-    bundled = {p.stem: p for p in sorted((templates_dir() / "chat").glob("*.jinja"))}
-    choose = f"set chat_template to one of {', '.join(bundled)}, or to the path of a .jinja file"
-    if name is None:
-        if tokenizer.chat_template is None:
-            raise DataError(f"the tokenizer in {tokenizer.folder} has no chat template", choose)
-        return ChatTemplate(tokenizer.chat_template, tokenizer.template_variables, name="of the tokenizer")
-    path = bundled.get(name, Path(name))
-    if not path.is_file():
-        raise DataError(f"no chat template {name}", choose)
-    return ChatTemplate(path.read_text(encoding="utf-8"), tokenizer.template_variables, name=name)
-
-
-def render(messages: list[Message], template: ChatTemplate, tokenizer: TextTokenizer) -> tuple[np.ndarray, np.ndarray]:
+def render(
+    messages: list[Message],
+    template: ChatTemplate,
+    tokenizer: TextTokenizer,
+    *,
+    tools: Tools = (),
+    control_tokens: str = "refuse",
+    check_thoughts: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of a whole conversation and which of them are trained.
+
+    Args:
+        control_tokens: what becomes of control tokens that a message holds. refuse: the conversation is. text: they are encoded as
+            the text they are.
+        check_thoughts: refuse turns whose <think> tags don't pair, those that the template writes included.
 
     Returns:
         ids (int32, shape [T]) and mask (uint8, shape [T]; 1 = this token is a target).
@@ -101,81 +46,95 @@ def render(messages: list[Message], template: ChatTemplate, tokenizer: TextToken
     Raises:
         BadRowError: the conversation can't be rendered exactly; the message says why.
     """
-    refuse_control_tokens(messages, tokenizer)
-    text, spans = template.render(messages)
+    if control_tokens == "text":
+        messages, tools = _broken(messages, tokenizer), _broken(list(tools), tokenizer)
+    else:
+        refuse_control_tokens([*messages, *tools], tokenizer)
+    text, spans = template.render(messages, tools=tools)
     if not template.has_marks:
-        spans = _prefix_spans(messages, template, text)
-    _check_every_answer_survives(messages, text, spans)
+        spans = _prefix_spans(messages, tools, template, text)
+    check_nothing_is_lost(messages, text, spans, template.name)
+    answers = [m for m in messages if m["role"] == "assistant"]
+    if check_thoughts:
+        for start, end in spans:
+            thoughts.check_rendered(text, start, end)
     spans = [_cut_after_end_of_turn(text, span, tokenizer) for span in spans]
-    ids, ranges = _encode(text, spans, tokenizer)
+    ids, inside = (_encode_with_breaks if _BREAK in text else _encode)(text, spans, tokenizer)
     mask = np.zeros(len(ids), dtype=np.uint8)
-    for start, end in spans:
-        mask |= (ranges[:, 0] >= start) & (ranges[:, 0] < end)
+    for answer, of_turn in zip(answers, inside, strict=True):
+        if answer.get("is_trained", True):
+            mask |= of_turn
     return ids, mask
 
 
-def render_prompt(messages: list[Message], template: ChatTemplate, tokenizer: TextTokenizer) -> np.ndarray:
+def render_prompt(
+    messages: list[Message], template: ChatTemplate, tokenizer: TextTokenizer, *, tools: Tools = ()
+) -> np.ndarray:
     """Ids (int32) of a conversation that the assistant is to continue.
 
     Raises:
         BadRowError: the template refuses the conversation, or its text holds control tokens.
     """
-    refuse_control_tokens(messages, tokenizer)
-    text, _ = template.render(messages, add_generation_prompt=True)
-    return tokenizer.encode_chat(text)[0]
+    refuse_control_tokens([*messages, *tools], tokenizer)
+    text, _ = template.render(messages, tools=tools, add_generation_prompt=True)
+    return _tokenize(text, tokenizer)[0]
 
 
-def refuse_control_tokens(messages: list[Message], tokenizer: TextTokenizer) -> None:
-    """Raises BadRowError when a message's text could forge a turn: it holds a control token, or our own marks."""
-    for message in messages:
-        for value in message.values():
-            if found := tokenizer.special_pattern.search(value):
-                raise BadRowError(f"a message holds the control token {found.group()}")
-            if _OPEN in value or _CLOSE in value:
-                raise BadRowError("a message holds the noncharacter U+FDD0 or U+FDD1")
+def refuse_control_tokens(values: list[Any], tokenizer: TextTokenizer) -> None:
+    """Raises BadRowError when a text among the values could forge a turn: it holds a control token, or our own marks."""
+    for text in _texts(values):
+        _refuse_marks(text)
+        if found := tokenizer.special_pattern.search(text):
+            raise BadRowError(
+                f"a message holds the control token {found.group()}", "control_tokens=text encodes it as the text it is"
+            )
 
 
-def _take_out_marks(marked: str) -> tuple[str, list[Span]]:
-    pieces, spans, length = [], [], 0
-    for number, piece in enumerate(marked.split(_OPEN)):
-        inside, closed, outside = piece.partition(_CLOSE)
-        if (number > 0) != bool(closed) or _CLOSE in outside:
-            raise DataError("the chat template nests its generation marks", "mark each assistant turn once")
-        if closed:
-            spans.append((length, length + len(inside)))
-        pieces += [inside, outside]
-        length += len(inside) + len(outside)
-    return "".join(pieces), spans
+def _refuse_marks(text: str) -> None:
+    if OPEN in text or CLOSE in text or _BREAK in text:
+        raise BadRowError("a message holds the noncharacter U+FDD0, U+FDD1 or U+FDD2")
 
 
-def _prefix_spans(messages: list[Message], template: ChatTemplate, text: str) -> list[Span]:
+def _texts(value: Any) -> Iterator[str]:
+    """Every text inside a value, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _texts(key)
+            yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _broken(value: Any, tokenizer: TextTokenizer) -> Any:
+    """The same value with every control token in its texts broken up by a mark."""
+    if isinstance(value, str):
+        _refuse_marks(value)
+        while tokenizer.special_pattern.search(value):  # breaking one may leave another that overlapped it
+            value = tokenizer.special_pattern.sub(lambda m: m.group()[0] + _BREAK + m.group()[1:], value)
+        return value
+    if isinstance(value, dict):
+        return {_broken(k, tokenizer): _broken(v, tokenizer) for k, v in value.items()}
+    return [_broken(v, tokenizer) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _prefix_spans(messages: list[Message], tools: Tools, template: ChatTemplate, text: str) -> list[Span]:
     """What each assistant turn adds to the rendering of the turns before it; exact, or refused."""
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, _ = template.render(messages[:i], add_generation_prompt=True)
-        after, _ = template.render(messages[: i + 1])
+        before, _ = template.render(messages[:i], tools=tools, add_generation_prompt=True)
+        after, _ = template.render(messages[: i + 1], tools=tools)
         if not (text.startswith(after) and after.startswith(before)):
             raise BadRowError(
-                f"the chat template {template.name} has no generation marks and renders turn {i + 1} differently "
-                "within the conversation",
+                f"the chat template {template.name} has no generation marks and renders turn {i + 1} differently within the conversation",
                 "set chat_template to a template with {% generation %} marks",
             )
         spans.append((len(before), len(after)))
     return spans
-
-
-def _check_every_answer_survives(messages: list[Message], text: str, spans: list[Span]) -> None:
-    answers = [m for m in messages if m["role"] == "assistant"]
-    if len(answers) != len(spans):
-        raise BadRowError(f"{len(answers)} assistant turns, but the chat template marks {len(spans)}")
-    for number, (answer, (start, end)) in enumerate(zip(answers, spans, strict=True), start=1):
-        # White space may change: templates trim it. Anything else that is missing would never be trained.
-        shown = "".join(text[start:end].split())
-        for key in ("reasoning_content", "content"):
-            if "".join(answer.get(key, "").split()) not in shown:
-                raise BadRowError(f"the chat template drops text of assistant turn {number} ({key})")
 
 
 def _cut_after_end_of_turn(text: str, span: Span, tokenizer: TextTokenizer) -> Span:
@@ -188,24 +147,51 @@ def _cut_after_end_of_turn(text: str, span: Span, tokenizer: TextTokenizer) -> S
     return start, last.end()
 
 
-def _encode(text: str, spans: list[Span], tokenizer: TextTokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and character ranges; no token crosses the start of a span, since generation starts there too."""
-    ids, ranges = tokenizer.encode_chat(text)
+def _encode(text: str, spans: list[Span], tokenizer: TextTokenizer) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Ids, and for each span which of them begin in it; no token crosses the start of a span, since generation starts there too."""
+    ids, ranges = _tokenize(text, tokenizer)
     cuts = [s for s, _ in spans if ((ranges[:, 0] < s) & (s < ranges[:, 1])).any()]
-    if not cuts:
-        return ids, ranges
-    all_ids, all_ranges = [], []
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        ids, ranges = tokenizer.encode_chat(text[start:end])
-        all_ids.append(ids)
-        all_ranges.append(ranges + start)
-    return np.concatenate(all_ids), np.concatenate(all_ranges)
+    if cuts:
+        all_ids, all_ranges = [], []
+        for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            ids, ranges = _tokenize(text[start:end], tokenizer)
+            all_ids.append(ids)
+            all_ranges.append(ranges + start)
+        ids, ranges = np.concatenate(all_ids), np.concatenate(all_ranges)
+    return ids, [((ranges[:, 0] >= start) & (ranges[:, 0] < end)).astype(np.uint8) for start, end in spans]
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs: Any) -> str:
-    # Jinja's own filter escapes HTML, which would change the text
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **kwargs)
+def _encode_with_breaks(text: str, spans: list[Span], tokenizer: TextTokenizer) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The same of a text with broken control tokens: whole ones are the template's, all between them is plain text."""
+    borders = {0, len(text), *(start for start, _ in spans)}
+    for found in tokenizer.special_pattern.finditer(text):
+        borders |= {found.start(), found.end()}
+    edges = sorted(borders)
+    pieces, starts = [], []
+    for start, end in zip(edges, edges[1:], strict=False):
+        piece = text[start:end]
+        special = tokenizer.special_tokens.get(piece)
+        ids = (
+            np.array([special], dtype=np.int32)
+            if special is not None
+            else _as_text(piece.replace(_BREAK, ""), tokenizer)
+        )
+        pieces.append(ids)
+        starts += [start] * len(ids)
+    begins = np.array(starts)
+    # spans begin at a border and end after a control token, so no piece is partly inside
+    return np.concatenate(pieces), [((begins >= start) & (begins < end)).astype(np.uint8) for start, end in spans]
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _as_text(text: str, tokenizer: TextTokenizer) -> np.ndarray:
+    try:
+        return tokenizer.encode_documents([text])[0]
+    except (TypeError, ValueError):
+        raise BadRowError("the tokenizer refuses the text") from None
+
+
+def _tokenize(text: str, tokenizer: TextTokenizer) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        return tokenizer.encode_chat(text)
+    except (TypeError, ValueError):  # a lone surrogate is no Unicode text
+        raise BadRowError("the tokenizer refuses the text") from None

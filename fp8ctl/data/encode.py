@@ -9,9 +9,8 @@ import numpy as np
 import xxhash
 
 from fp8ctl.config.data_schema import DataPrepConfig
-from fp8ctl.data.chat import load_template, render
-from fp8ctl.data.rows import BadRow, BadRowError, Conversation, Document, Dropped, Encoded, Message, Row, Sample
-from fp8ctl.data.shards import count_trained
+from fp8ctl.data.rows import BadRow, Conversation, Document, Dropped, Encoded, Row, Sample
+from fp8ctl.data.sft import ConversationEncoder
 from fp8ctl.data.tokenizer import load_tokenizer
 from fp8ctl.errors import DataError
 
@@ -27,7 +26,8 @@ class Encoder:
         assert config.tokenizer is not None, "checks.check_data_prep asks for it"
         self._config = config
         self.tokenizer = load_tokenizer(config.tokenizer)
-        self.template = load_template(config.chat_template, self.tokenizer) if config.kind == "sft" else None
+        self._conversations = ConversationEncoder(config, self.tokenizer) if config.kind == "sft" else None
+        self.template = self._conversations.template if self._conversations else None
         if config.kind == "cpt" and config.append_eos and self.tokenizer.eos_id is None:
             raise DataError(
                 f"the tokenizer in {config.tokenizer} names no end-of-text token",
@@ -41,7 +41,8 @@ class Encoder:
         out: list[Encoded] = []
         for row in rows:
             if isinstance(row, Conversation):
-                out.append(self._conversation(row))
+                assert self._conversations is not None, "sources give conversations for kind sft only"
+                out.append(self._conversations.encode(row))
             elif isinstance(row, Document):
                 out.append(self._document(row, next(ids)) if row.text.strip() else Dropped("empty"))
             else:
@@ -64,21 +65,6 @@ class Encoder:
         if not len(ids):
             return Dropped("empty")
         return [Sample(ids, None, _hash(row.text))]
-
-    def _conversation(self, row: Conversation) -> Encoded:
-        assert self.template is not None
-        messages = row.messages
-        if self._config.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._config.system_prompt}, *messages]
-        try:
-            ids, mask = render(messages, self.template, self.tokenizer)
-        except BadRowError as error:
-            return BadRow(row.origin, error.message, ascii(messages[-1]["content"][:200]))
-        if self._config.max_tokens is not None and len(ids) > self._config.max_tokens:
-            return Dropped("too_long")
-        if not count_trained(len(ids), mask):
-            return Dropped("no_trained_token")
-        return [Sample(ids, mask, _hash(_question(row.messages)))]
 
 
 @functools.lru_cache(maxsize=1)
@@ -109,14 +95,10 @@ def num_chars(row: Row) -> int:
     """Characters of text in a row."""
     if isinstance(row, Document):
         return len(row.text)
-    return sum(len(m["content"]) for m in row.messages) if isinstance(row, Conversation) else 0
-
-
-def _question(messages: list[Message]) -> str:
-    # Answers to one prompt stay on one side: a validation question must not have been trained with another answer.
-    first_answer = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-    turns = messages[:first_answer] or messages
-    return "\x1e".join(f"{m['role']}\x1f{m['content']}" for m in turns)
+    if not isinstance(row, Conversation):
+        return 0
+    texts = (text for message in row.messages for text in message.values() if isinstance(text, str))
+    return sum(map(len, texts)) + (4 * len(row.tokens[0]) if row.tokens is not None else 0)
 
 
 def _hash(text: str) -> int:

@@ -51,8 +51,11 @@ class Counts:
             self.kept += 1
             self.documents += len(result)
             self.tokens += sum(len(sample.ids) for sample in result)
-            for note in filter(None, (sample.note for sample in result)):
-                _count(self.notes, note)
+            for sample in result:
+                if sample.note:
+                    _count(self.notes, sample.note)
+                if sample.tokens_cut:
+                    _count(self.dropped_tokens, sample.note, sample.tokens_cut)
 
     def add(self, other: Counts) -> None:
         """Adds another part."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fp8ctl.errors import DataError
 
-Message = dict[str, str]
-"""One turn: `role` (system, user or assistant), `content`, and sometimes `reasoning_content`."""
+Message = dict[str, Any]
+"""One turn: `role` (system, developer, user, assistant or tool) and `content`, both text; an assistant's may have `reasoning_content`
+(text), `tool_calls` (a list of {type, function: {name, arguments}}) and `is_trained` (False), a tool's `name` and `tool_call_id`."""
 
 
 class BadRowError(DataError):
@@ -38,10 +40,14 @@ class Document:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns to fine-tune on."""
+    """Turns to fine-tune on, or tokens that somebody made of them."""
 
     origin: Origin
     messages: list[Message]
+    tools: tuple[dict[str, Any], ...] = ()
+    """Descriptions of the functions that may be called."""
+    tokens: tuple[np.ndarray, np.ndarray] | None = None
+    """Ids (int32, [T]) and mask (uint8, [T]) of a row that holds tokens already; it has no messages."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,9 @@ class Sample:
     key: int
     """Hash (64 bits) of the text, for a conversation of all before its first answer: it decides the split."""
     note: str = ""
-    """What was done to it, if anything: counted in the manifest (truncated, split)."""
+    """What was done to it, if anything: counted in the manifest (truncated, split, split_within_turn)."""
+    tokens_cut: int = 0
+    """Tokens of its row that were left out on that occasion."""
 
 
 @dataclass(frozen=True)

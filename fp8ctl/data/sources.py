@@ -213,7 +213,7 @@ def _conversation(origin: Origin, row: Any) -> Row:
     if not isinstance(row, dict):
         return BadRow(origin, f"{_kind(row)}, not an object")
     try:
-        return Conversation(origin, conversations.to_messages(row))
+        return conversations.to_conversation(row, origin)
     except BadRowError as error:
         return BadRow(origin, error.message)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8ctl.config.schema import ModelShape
-from fp8ctl.data.chat import ChatTemplate, load_template, render_prompt
+from fp8ctl.data.chat import render_prompt
+from fp8ctl.data.chat_template import ChatTemplate, load_template
 from fp8ctl.data.rows import Message
 from fp8ctl.data.tokenizer import TextTokenizer, load_tokenizer
 from fp8ctl.errors import ModelError

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8ctl.data.chat import ChatTemplate, load_template, render, render_prompt
+from fp8ctl.data.chat import render, render_prompt
+from fp8ctl.data.chat_template import ChatTemplate, load_template
 from fp8ctl.data.rows import BadRowError, Message
 from fp8ctl.data.tokenizer import TextTokenizer, load_tokenizer
 from fp8ctl.errors import DataError
@@ -205,7 +206,7 @@ def test_tokens_that_are_not_control_tokens_pass(tokenizer: TextTokenizer) -> No
         (
             "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
             turns("a", "b"),
-            "1 assistant turns, but the chat template marks 2",
+            "1 assistant turns, but the chat template test marks 2",
         ),
         (
             "{% for m in messages %}{{ loop.revindex ~ m.content }}<|im_end|>{% endfor %}",
