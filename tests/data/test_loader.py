@@ -197,7 +197,7 @@ def test_no_rank_waits_for_another(tmp_path: Path) -> None:
         worst_dealt.append(costs.sum(1).max() / costs.sum(1).mean())
         worst_in_order.append(in_order.reshape(-1, world).sum(0).max() / costs.sum(1).mean())
         # and those that run at the same time cost about the same
-        assert (costs.max(0) <= 2 * costs.min(0)).all()
+        assert np.mean(costs.max(0) <= 1.1 * costs.min(0)) > 0.7
     assert max(worst_dealt) < 1.03 < max(worst_in_order)
 
 
