@@ -49,7 +49,8 @@ def _train(
     if dry_run:
         stdout().print(describe_run(config))
         return
-    check_inputs(config)
+    for warning in check_inputs(config):
+        say(f"warning: {warning}")
     if resume:
         paths, checkpoint = resume_run(config)
     else:

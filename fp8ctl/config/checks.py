@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.config.problems import Problem, raise_problems
-from fp8ctl.config.schema import ModelShape, PrecisionConfig, TrainConfig
+from fp8ctl.config.schema import DataConfig, ModelShape, PrecisionConfig, TrainConfig
 
 
 def check_train(config: TrainConfig) -> None:
@@ -18,8 +18,7 @@ def check_train(config: TrainConfig) -> None:
                 "set model.path=FOLDER (Hugging Face folder) or model=NAME of conf/model for random weights",
             )
         )
-    if config.data.path is None:
-        problems.append(Problem("data.path", "no data", "set data.path=FOLDER, a data set made by `fp8ctl data prep`"))
+    problems += _data(config.data)
     if config.model.shape is not None:
         problems += check_shape(config.model.shape)
     problems += _batch(config) + _schedule(config) + _precision(config)
@@ -175,6 +174,24 @@ def _precision(config: TrainConfig) -> list[Problem]:
     return problems
 
 
+def _data(data: DataConfig) -> list[Problem]:
+    given = [name for name in ("path", "sources", "phases") if getattr(data, name)]
+    if not given:
+        return [Problem("data.path", "no data", "set data.path=FOLDER, a data set made by `fp8ctl data prep`")]
+    if len(given) > 1:
+        return [Problem("data", f"{' and '.join(given)} are both set", "keep one of path, sources and phases")]
+    starts = [phase.from_step for phase in data.phases]
+    if starts and (starts[0] != 0 or sorted(set(starts)) != starts):
+        return [
+            Problem("data.phases", f"phases begin at steps {starts}", "begin at 0 and go up, each later than the last")
+        ]
+    return [
+        Problem(f"data.phases.{i}.sources", "a phase without data", "name at least one data set")
+        for i, phase in enumerate(data.phases)
+        if not phase.sources
+    ]
+
+
 def check_data_prep(config: DataPrepConfig) -> None:
     """Raises ConfigError with everything that does not fit together in a data preparation."""
     problems: list[Problem] = []
@@ -192,7 +209,7 @@ def check_data_prep(config: DataPrepConfig) -> None:
         )
     for i, source in enumerate(config.sources):
         where = f"sources.{i}"
-        if source.kind in ("jsonl", "parquet", "text") and not source.paths:
+        if source.kind in ("jsonl", "json", "parquet", "text") and not source.paths:
             problems.append(
                 Problem(f"{where}.paths", f"a {source.kind} source needs files", f"set {where}.paths=[FILES]")
             )

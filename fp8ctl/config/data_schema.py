@@ -12,13 +12,18 @@ from fp8ctl.config.settings import Settings
 class SourceConfig(Settings):
     """One source of raw text or conversations."""
 
-    kind: Literal["jsonl", "parquet", "text", "python_stdlib", "reasoning_gym"] = "jsonl"
-    """jsonl, parquet and text read `paths`; python_stdlib reads the running Python's own standard library and its documentation;
+    kind: Literal["jsonl", "json", "parquet", "text", "python_stdlib", "reasoning_gym"] = "jsonl"
+    """jsonl, json, parquet and text read `paths`; python_stdlib reads the running Python's own standard library and its documentation;
     reasoning_gym generates conversations (SFT only)."""
     paths: tuple[str, ...] = ()
-    """Files, folders or glob patterns."""
+    """Files, folders, glob patterns, or URLs that fsspec knows (s3://, gs://, http:// ...); .gz, .zst, .xz and .bz2 are unpacked."""
     text_field: str = "text"
-    """Field or column of the text (jsonl and parquet, CPT)."""
+    """Field or column of the text (jsonl, json and parquet, CPT)."""
+    max_row_bytes: PositiveInt = 268_435_456
+    """A longer line, JSON item or text file is a bad row; bounds the memory that one row may take."""
+    damaged_files: Literal["fail", "keep"] = "fail"
+    """A file that is cut short or broken in its middle: fail ends the command; keep uses the rows before the damage and counts
+    one bad row for what is lost."""
     families: tuple[str, ...] = ()
     """reasoning-gym families to generate."""
     num_per_family: PositiveInt = 100

@@ -75,13 +75,40 @@ class ModelConfig(Settings):
 # ---------------------------------------------------------------- data
 
 
+class MixSource(Settings):
+    """One data set of a mixture."""
+
+    path: str
+    """Data set folder."""
+    weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Its share of the rows, relative to the other sources."""
+    epochs: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """Instead of a weight, for all sources or none: how often its text is read, relative to the others."""
+
+
+class PhaseConfig(Settings):
+    """A stretch of the run with a mixture of its own."""
+
+    from_step: int = Field(ge=0)
+    """Steps that are done when it begins; the first phase begins at 0."""
+    sources: tuple[MixSource, ...]
+    """What is mixed."""
+
+
 class DataConfig(Settings):
-    """What a training run reads."""
+    """What a training run reads: one data set (`path`), a mixture (`sources`), or mixtures one after another (`phases`)."""
 
     path: str | None = None
     """Data set folder written by `fp8ctl data prep`."""
+    sources: tuple[MixSource, ...] = ()
+    """A mixture of data sets."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Mixtures by step, for example one for the stable and one for the decaying part of a WSD schedule. A resumed run may add a phase that
+    begins where it stands; each source goes on where it was."""
     packing: Literal["stream", "best_fit"] = "stream"
     """stream: documents follow each other and are cut at row ends (CPT). best_fit: whole samples share rows (SFT)."""
+    prefetch_steps: int = Field(default=2, ge=0)
+    """Steps whose batches are made ahead, in a thread; 0: none."""
 
 
 # ---------------------------------------------------------------- precision

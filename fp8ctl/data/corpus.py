@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fp8ctl.data.manifest import Manifest
-from fp8ctl.data.shards import ShardReader
+from fp8ctl.data.shards import ShardInfo, ShardReader, read_lengths
 from fp8ctl.errors import DataError
 
 
@@ -32,19 +32,12 @@ class Corpus:
                 f"{self.folder} holds token {manifest.max_token_id:,}, its tokenizer has {manifest.vocab_size:,}",
                 "prepare the data again, with the tokenizer of the model",
             )
-        self._shards = []
-        for info in manifest.splits[split]:
-            shard = ShardReader(self.folder, info.name, with_mask=self.has_mask)
-            if (len(shard), int(shard.starts[-1])) != (info.documents, info.tokens):
-                raise DataError(
-                    f"shard {info.name} in {self.folder} holds {len(shard):,} documents and {shard.starts[-1]:,} tokens, "
-                    f"the manifest says {info.documents:,} and {info.tokens:,}",
-                    "it is another data set's shard; prepare the data again",
-                )
-            self._shards.append(shard)
-        self.lengths = np.concatenate([s.lengths for s in self._shards])
-        """Length of each document in tokens (int64)."""
-        self._firsts = np.cumsum([0, *(len(s) for s in self._shards)])
+        self._infos = manifest.splits[split]
+        self._readers: dict[int, ShardReader] = {}
+        lengths = [self._lengths(info) for info in self._infos]
+        self.lengths = np.concatenate(lengths)
+        """Length of each document in tokens (int32)."""
+        self._firsts = np.cumsum([0, *map(len, lengths)])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -71,6 +64,25 @@ class Corpus:
             return np.ones(len(shard.tokens(place, start, end)), dtype=np.uint8)
         return shard.mask(place, start, end)
 
+    def _lengths(self, info: ShardInfo) -> np.ndarray:
+        """From the index alone: thousands of shards are not opened before something is read from them."""
+        lengths = read_lengths(self.folder, info.name)
+        if (len(lengths), int(lengths.sum(dtype=np.int64))) != (info.documents, info.tokens):
+            raise DataError(
+                f"shard {info.name} in {self.folder} holds {len(lengths):,} documents and "
+                f"{lengths.sum(dtype=np.int64):,} tokens, the manifest says {info.documents:,} and {info.tokens:,}",
+                "it is another data set's shard; prepare the data again",
+            )
+        for suffix, size in info.sizes.items():
+            file = self.folder / f"{info.name}.{suffix}"
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found:,} bytes, the manifest says {size:,}"
+                raise DataError(f"{file} {what}", "copy the whole data set folder, or prepare the data again")
+        return lengths
+
     def _find(self, document: int) -> tuple[ShardReader, int]:
         number = int(np.searchsorted(self._firsts, document, side="right")) - 1
-        return self._shards[number], document - int(self._firsts[number])
+        if number not in self._readers:
+            self._readers[number] = ShardReader(self.folder, self._infos[number].name, with_mask=self.has_mask)
+        return self._readers[number], document - int(self._firsts[number])

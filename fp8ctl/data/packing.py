@@ -37,10 +37,10 @@ class StreamRows:
     """
 
     def __init__(self, lengths: np.ndarray, seq_len_tokens: int, seed: int) -> None:
-        self._lengths = lengths.astype(np.int64)
+        self._lengths = lengths
         self._seq_len = seq_len_tokens
         self._seed = seed
-        self._total = int(self._lengths.sum())
+        self._total = int(lengths.sum(dtype=np.int64))
         self.rows_per_epoch = -(-self._total // seq_len_tokens)
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
@@ -67,7 +67,7 @@ class StreamRows:
             _forget_all_but_one(self._epochs)
             order = permutation(len(self._lengths), self._seed, epoch, 0)
             rows = permutation(self.rows_per_epoch, self._seed, epoch, 1)
-            self._epochs[epoch] = (order, np.cumsum(self._lengths[order]), rows)
+            self._epochs[epoch] = (order, np.cumsum(self._lengths[order], dtype=np.int64), rows)
         return self._epochs[epoch]
 
 
@@ -144,13 +144,19 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def permutation(size: int, seed: int, epoch: int, salt: int) -> np.ndarray:
-    """A random order of 0..size-1 (int64).
+    """A random order of 0..size-1 (uint32, or int64 where that is too small: with 80 million documents memory counts).
 
     Made from the raw bits of PCG64, which numpy promises never to change; `Generator.permutation` may change with a version,
     and with it the order of a run that is resumed.
     """
     bits = np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch, salt])).random_raw(size)
-    return np.argsort(bits, kind="stable")
+    order = np.argsort(bits, kind="stable")
+    return order.astype(np.uint32) if size <= 2**32 else order
+
+
+def row_cost(segments: list[Segment]) -> int:
+    """What grows with the square of lengths: the attention of a row, up to a factor. All rows cost the same besides."""
+    return sum(segment.length**2 for segment in segments)
 
 
 def _forget_all_but_one(epochs: dict) -> None:

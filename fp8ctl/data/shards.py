@@ -26,6 +26,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _INT32_CODE = 4
 # Token types that Megatron's own tool writes; ours are always int32.
 _TOKEN_TYPES: dict[int, np.dtype] = {_INT32_CODE: np.dtype("<i4"), 8: np.dtype("<u2")}
+_LONGEST = 2**31 - 1
 _REMAKE = "the shard was cut short or changed; prepare the data again"
 
 
@@ -61,6 +62,11 @@ class ShardWriter:
     def add(self, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Appends a document: ids (int32, shape [T], T >= 1) and, for fine-tuning, its mask (uint8, shape [T])."""
         assert len(ids) > 0 and (mask is None) == (self._mask is None)
+        if len(ids) > _LONGEST:
+            raise DataError(
+                f"a document has {len(ids):,} tokens, the format has room for {_LONGEST:,}",
+                "cut it before the preparation",
+            )
         self._bin.write(ids.astype("<i4", copy=False).tobytes())
         if self._mask is not None and mask is not None:
             assert len(mask) == len(ids)
@@ -156,6 +162,28 @@ class ShardReader:
     def _place(self, document: int, start: int, end: int | None) -> tuple[int, int]:
         first, last = int(self.starts[document]), int(self.starts[document + 1])
         return first + start, last if end is None else min(first + end, last)
+
+
+def read_lengths(folder: Path, name: str) -> np.ndarray:
+    """Length of each document of a shard in tokens (int32), from its index alone.
+
+    Raises:
+        DataError: the index is missing or is none.
+    """
+    path = folder / f"{name}.idx"
+    if not path.is_file():
+        raise DataError(f"no file {path}", "copy the whole data set folder, or prepare the data again")
+    with open(path, "rb") as f:
+        header = np.frombuffer(f.read(_HEADER.size), dtype=np.uint8)
+        _, sequences, bounds = _read_header(path, header)
+        content = f.read()
+    if len(content) != sequences * 12 + bounds * 8 or bounds < 1:
+        raise DataError(f"{path} has {_HEADER.size + len(content):,} bytes, its header asks for others", _REMAKE)
+    lengths = np.frombuffer(content, dtype="<i4", count=sequences)
+    if bounds == sequences + 1:
+        return lengths
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return np.diff(ends[np.frombuffer(content, dtype="<i8", count=bounds, offset=sequences * 12)])
 
 
 def count_trained(length: int, mask: np.ndarray | None) -> int:

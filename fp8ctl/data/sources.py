@@ -1,55 +1,27 @@
 """From files and generators to documents and conversations, one at a time.
 
-Rows that can't be used come out as `BadRow` and never stop the reading; a file that can't be read does, since nobody can tell
-how many rows it would have held.
+Rows that can't be used come out as `BadRow` and never stop the reading. A file that can't be read does, since nobody can tell
+how many rows it would have held; one that goes wrong in its middle does too, unless `damaged_files` says to keep its beginning.
 """
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
-
-import orjson
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any
 
 from fp8ctl.config.data_schema import SourceConfig
-from fp8ctl.data import conversations, reasoning_gym
+from fp8ctl.data import conversations, formats, reasoning_gym
+from fp8ctl.data.files import InputFile, Slice, find_files
+from fp8ctl.data.formats import Refused
 from fp8ctl.data.rows import BadRow, BadRowError, Conversation, Document, Origin, Row
 from fp8ctl.data.stdlib_text import iter_stdlib
+from fp8ctl.data.streams import DamagedError, WrongFormatError, can_seek, is_remote, open_raw, read_chunks, sniff
 from fp8ctl.errors import DataError
 
-_SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "text": (".txt", ".md", ".rst")}
-_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _BOM = b"\xef\xbb\xbf"
+_NAMES_SHOWN = 10
 
 Parse = Callable[[Origin, Any], Row]
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """One file of a source: a local path or a URL."""
-
-    path: str
-    bytes: int
-    """Size on disk, compressed where it is; 0 where a remote file tells none."""
-    format: Literal["jsonl", "json", "parquet", "text"]
-    compression: Literal["", "gz", "zst", "xz", "bz2"] = ""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Part of a file that one task reads, [start, end): bytes of an uncompressed JSONL file (it owns the lines that start
-    in it), row groups of a Parquet file; of others the whole."""
-
-    file: InputFile
-    start: int = 0
-    end: int | None = None
 
 
 def iter_rows(source: SourceConfig, kind: str) -> Iterator[Row]:
@@ -68,22 +40,28 @@ def iter_rows(source: SourceConfig, kind: str) -> Iterator[Row]:
             yield from iter_slice(Slice(file), source, kind)
 
 
-def iter_slice(slice: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
+def iter_slice(part: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
     """Rows of one slice; the slices of a file together give what the whole file gives.
 
     Raises:
-        DataError: the file can't be read.
+        DataError: the file can't be read, has changed since it was listed, or is damaged.
+        MissingPackageError: a URL needs a package that is not installed.
     """
-    parse: Parse = _conversation if kind == "sft" else lambda origin, row: _document(origin, row, source.text_field)
-    path = Path(slice.file.path)
-    with _reading(path):
-        if slice.file.format == "jsonl":
-            yield from _jsonl(slice, parse)
-        elif slice.file.format == "parquet":
-            wanted = conversations.FIELDS if kind == "sft" else (source.text_field,)
-            yield from _parquet(slice, parse, wanted)
-        else:
-            yield _text(path)
+    read = {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "text": _text}[part.file.format]
+    good = 0
+    try:
+        for row in read(part, source, kind):
+            good += not isinstance(row, BadRow)
+            yield row
+    except DamagedError as damage:
+        path = part.file.path
+        if source.damaged_files == "fail":
+            raise DataError(
+                f"{path} is damaged: {damage.message} ({good:,} good rows came before)",
+                "copy or write it again, or set damaged_files=keep to use the rows before the damage",
+            ) from None
+        origin = Origin(path, damage.number, damage.at)
+        yield BadRow(origin, f"the file is damaged, this row and all that follow are lost: {damage.message}")
 
 
 def split_file(file: InputFile, max_bytes: int) -> list[Slice]:
@@ -91,118 +69,116 @@ def split_file(file: InputFile, max_bytes: int) -> list[Slice]:
 
     Raises:
         DataError: the file can't be read.
+        MissingPackageError: a URL needs a package that is not installed.
     """
-    with _reading(Path(file.path)):
-        if file.format == "jsonl" and not file.compression and file.bytes > max_bytes:
-            return [Slice(file, at, min(at + max_bytes, file.bytes)) for at in range(0, file.bytes, max_bytes)]
-        if file.format == "parquet" and file.bytes > max_bytes:
-            slices, start, size = [], 0, 0
-            try:
-                metadata = pq.read_metadata(file.path)
-            except pa.ArrowException:
-                return [Slice(file)]
-            for group in range(metadata.num_row_groups):
-                size += sum(
-                    metadata.row_group(group).column(i).total_compressed_size for i in range(metadata.num_columns)
-                )
-                if size >= max_bytes or group + 1 == metadata.num_row_groups:
-                    slices.append(Slice(file, start, group + 1))
-                    start, size = group + 1, 0
-            return slices or [Slice(file)]
+    if file.bytes <= max_bytes:
+        return [Slice(file)]
+    if file.format == "jsonl" and not file.compression and _in_parts(file):
+        return [Slice(file, at, min(at + max_bytes, file.bytes)) for at in range(0, file.bytes, max_bytes)]
+    if file.format == "parquet":
+        try:
+            with open_raw(file.path, file.bytes) as f:
+                groups = formats.parquet_groups(f, file.path)
+        except DamagedError:  # said when it is read
+            return [Slice(file)]
+        slices, start, size = [], 0, 0
+        for number, group in enumerate(groups, start=1):
+            size += group
+            if size >= max_bytes or number == len(groups):
+                slices.append(Slice(file, start, number))
+                start, size = number, 0
+        return slices or [Slice(file)]
     return [Slice(file)]
 
 
-def find_files(source: SourceConfig) -> list[InputFile]:
-    """Files of a source: each path or pattern in the order given, folders and patterns sorted by name, no file twice.
-
-    Raises:
-        DataError: a path that matches nothing, or compressed files.
-    """
-    assert source.kind in ("jsonl", "parquet", "text")
-    found: dict[str, Path] = {}
-    suffixes = _SUFFIXES[source.kind]
-    for given in source.paths:
-        if os.path.isdir(given):
-            matches = sorted(p for p in Path(given).rglob("*") if p.suffix in suffixes and p.is_file())
-            expected = f"the folder must hold files that end in {' or '.join(suffixes)}"
-        else:
-            literal = [given] if os.path.exists(given) else []
-            matches = [Path(p) for p in literal or sorted(glob.glob(given, recursive=True)) if os.path.isfile(p)]
-            expected = "check the path; patterns may use *, ? and **"
-        if not matches:
-            raise DataError(f"no {source.kind} files in {given}", expected)
-        for path in matches:
-            if path.suffix in _COMPRESSED:
-                raise DataError(f"{path} is compressed", "unpack it first")
-            found.setdefault(os.path.realpath(path), path)
-    return [InputFile(str(path), path.stat().st_size, source.kind) for path in found.values()]
+def _in_parts(file: InputFile) -> bool:
+    if not is_remote(file.path):
+        return True
+    if not can_seek(file.path, file.bytes):
+        return False
+    with open_raw(file.path) as f:
+        return sniff(f.read(16), "") == ""
 
 
-def _jsonl(slice: Slice, parse: Parse) -> Iterator[Row]:
-    with open(slice.file.path, "rb") as f:
-        if slice.start:  # the line that runs into this slice belongs to the slice where it starts
-            f.seek(slice.start - 1)
-            f.readline()
-        at = f.tell()
-        # Binary lines end at b"\n" only: U+2028, vertical tab and the like inside a text do not split a record.
-        for number, line in enumerate(f, start=1):
-            if slice.end is not None and at >= slice.end:
-                return
-            origin = Origin(slice.file.path, number, at)
-            at += len(line)
-            if origin.at == 0:
-                line = line.removeprefix(_BOM)
-            if not line.strip():
+def _jsonl(part: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
+    parse = _parser(source, kind)
+    path, size = part.file.path, part.file.bytes
+    # from one byte before: a line starts here only when that byte ends another
+    start = max(0, part.start - 1)
+    chunks = read_chunks(path, part.file.compression, size, start)
+    number = 0
+    for at, raw, ended in formats.lines(chunks, source.max_row_bytes, start):
+        if part.end is not None and at >= part.end:
+            return
+        if at < part.start:
+            continue
+        number += 1
+        value = formats.parse(raw, ended=ended)
+        if isinstance(value, Refused):
+            if isinstance(raw, bytes) and not raw.strip().removeprefix(_BOM):
                 continue
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                yield BadRow(origin, f"not JSON: {error}", _excerpt(line))
-                continue
-            parsed = parse(origin, row)
-            yield BadRow(origin, parsed.reason, _excerpt(line)) if isinstance(parsed, BadRow) else parsed
+            yield BadRow(Origin(path, number, at), value.reason, formats.excerpt(raw))
+            continue
+        row = parse(Origin(path, number, at), value)
+        yield BadRow(row.origin, row.reason, formats.excerpt(raw)) if isinstance(row, BadRow) else row
 
 
-def _parquet(slice: Slice, parse: Parse, wanted: tuple[str, ...]) -> Iterator[Row]:
-    path = slice.file.path
+def _json(part: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
+    parse = _parser(source, kind)
+    path = part.file.path
+    chunks = read_chunks(path, part.file.compression, part.file.bytes)
+    for at, raw in enumerate(formats.items(chunks, source.max_row_bytes)):
+        origin = Origin(path, at + 1, at)
+        value = formats.parse(raw)
+        row = BadRow(origin, value.reason) if isinstance(value, Refused) else parse(origin, value)
+        yield BadRow(origin, row.reason, formats.excerpt(raw)) if isinstance(row, BadRow) else row
+
+
+def _parquet(part: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
+    parse = _parser(source, kind)
+    path = part.file.path
+    wanted = conversations.FIELDS if kind == "sft" else (source.text_field,)
+    with open_raw(path, part.file.bytes) as f:
+        for at, row in formats.parquet_rows(f, path, wanted, text=kind == "cpt", start=part.start, end=part.end):
+            origin = Origin(path, at + 1, at)
+            if isinstance(row, DamagedError):
+                if source.damaged_files == "fail":
+                    raise row
+                yield BadRow(
+                    origin, f"the file is damaged, this row and all that follow in its group are lost: {row.message}"
+                )
+            else:
+                yield BadRow(origin, row.reason) if isinstance(row, Refused) else parse(origin, row)
+
+
+def _text(part: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
+    origin = Origin(part.file.path, 1)
+    pieces: list[bytes] = []
+    size = 0
     try:
-        file = pq.ParquetFile(path)
-        names = file.schema_arrow.names
-        columns = [n for n in wanted if n in names]
-        if not columns:
-            raise DataError(f"{path} has no column {' or '.join(wanted)}", f"its columns: {', '.join(names)}")
-        groups = range(file.num_row_groups)[slice.start : slice.end]
-        at = sum(file.metadata.row_group(g).num_rows for g in range(slice.start))
-        for batch in file.iter_batches(batch_size=1024, row_groups=list(groups), columns=columns):
-            for row in _rows_of(batch):
-                origin = Origin(path, at + 1, at)
-                at += 1
-                yield BadRow(origin, row) if isinstance(row, str) else parse(origin, row)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is no whole Parquet file: {error}", "it may be cut short: copy it again") from None
-
-
-def _rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Rows as dicts; a row with text that is not UTF-8 as the reason why it can't be."""
-    try:
-        yield from batch.to_pylist()
+        for chunk in read_chunks(part.file.path, part.file.compression, part.file.bytes):
+            size += len(chunk)
+            if size <= source.max_row_bytes:
+                pieces.append(chunk)
+            elif not pieces:
+                pieces.append(chunk[: formats.EXCERPT_BYTES])
+    except WrongFormatError as error:  # one file is one row here
+        yield BadRow(origin, error.message)
         return
-    except UnicodeDecodeError:
-        pass
-    for i in range(batch.num_rows):
-        try:
-            yield batch.slice(i, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
-            yield f"not UTF-8: {error}"
+    raw = b"".join(pieces)
+    if size > source.max_row_bytes:
+        yield BadRow(origin, f"{size:,} bytes long, which is more than max_row_bytes", formats.excerpt(raw))
+    elif b"\0" in raw:
+        yield BadRow(origin, "it holds NUL bytes, so it is no text", formats.excerpt(raw))
+    else:
+        yield _decoded(origin, raw.removeprefix(_BOM))
 
 
-def _text(path: Path) -> Row:
-    origin = Origin(str(path), 1)
-    raw = path.read_bytes()
+def _decoded(origin: Origin, raw: bytes) -> Document | BadRow:
     try:
-        return Document(origin, raw.removeprefix(_BOM).decode("utf-8"))
+        return Document(origin, raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return BadRow(origin, f"not UTF-8: {error}", _excerpt(raw))
+        return BadRow(origin, f"not UTF-8: {error.reason} at byte {error.start}", formats.excerpt(raw))
 
 
 def _reasoning_gym(source: SourceConfig) -> Iterator[Row]:
@@ -212,33 +188,36 @@ def _reasoning_gym(source: SourceConfig) -> Iterator[Row]:
             yield Conversation(Origin(f"reasoning_gym/{family}", number, number - 1), reasoning_gym.messages(asked))
 
 
+def _parser(source: SourceConfig, kind: str) -> Parse:
+    if kind == "sft":
+        return _conversation
+    field = source.text_field
+    return lambda origin, row: _document(origin, row, field)
+
+
 def _document(origin: Origin, row: Any, field: str) -> Row:
+    text = row.get(field) if isinstance(row, dict) else None
+    if isinstance(text, str):
+        return Document(origin, text)
     if not isinstance(row, dict):
-        return BadRow(origin, f"{type(row).__name__}, not an object")
+        return BadRow(origin, f"{_kind(row)}, not an object")
+    if isinstance(text, bytes):
+        return _decoded(origin, text)
     if field not in row:
-        return BadRow(origin, f"no field {field!r} (fields: {', '.join(map(str, row)) or 'none'})")
-    text = row[field]
-    if not isinstance(text, str):
-        return BadRow(origin, f"field {field!r} is {type(text).__name__}, not text")
-    return Document(origin, text)
+        names = ", ".join(list(row)[:_NAMES_SHOWN]) + (", ..." if len(row) > _NAMES_SHOWN else "")
+        return BadRow(origin, f"no field {field!r} (fields: {names[:200] or 'none'})")
+    return BadRow(origin, f"field {field!r} is {_kind(text)}, not text")
 
 
 def _conversation(origin: Origin, row: Any) -> Row:
     if not isinstance(row, dict):
-        return BadRow(origin, f"{type(row).__name__}, not an object")
+        return BadRow(origin, f"{_kind(row)}, not an object")
     try:
         return conversations.to_conversation(row, origin)
     except BadRowError as error:
         return BadRow(origin, error.message)
 
 
-def _excerpt(raw: bytes) -> str:
-    return raw[:200].decode("utf-8", errors="replace")
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path} can't be read: {error.strerror}", "check that it exists and may be read") from None
+def _kind(value: Any) -> str:
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)

@@ -15,17 +15,14 @@ def describe_run(config: TrainConfig) -> RenderableType:
     import torch
 
     from fp8ctl.data.loader import Loader
-    from fp8ctl.data.manifest import Manifest
     from fp8ctl.engine.ds_config import deepspeed_config, grad_accum_steps
     from fp8ctl.model.shapes import count_parameters
     from fp8ctl.worker.build import check_data, choose_kernels, model_shape, plan_of
 
     shape = model_shape(config)
-    assert config.data.path is not None, "check_train asks for it"
-    check_data(Manifest.read(config.data.path), config, shape)
+    check_data(config, shape)
     loader = Loader(
-        config.data.path,
-        data=config.data,
+        config.data.model_copy(update={"prefetch_steps": 0}),
         batch=config.batch,
         seed=config.seed,
         rank=0,
@@ -49,7 +46,15 @@ def describe_run(config: TrainConfig) -> RenderableType:
         "length",
         f"{config.loop.num_steps:,} steps, {config.loop.num_steps * batch.global_batch_rows * batch.seq_len_tokens:,} positions",
     )
-    for name, value in loader.describe().items():
+    described = loader.describe(config.loop.num_steps)
+    for source in described.pop("sources"):
+        table.add_row(
+            "data: source",
+            f"{source['path']}: {source['tokens']:,} tokens, {source['share']:.2%} of the rows, read {source['epochs']:.2f} times",
+        )
+    for warning in loader.warnings(config.loop.num_steps):
+        table.add_row("warning", warning)
+    for name, value in described.items():
         table.add_row(
             f"data: {name.replace('_', ' ')}",
             f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value),

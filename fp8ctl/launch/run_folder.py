@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8ctl.config.checks import check_train
 from fp8ctl.config.compose import change, compose, dump, load
-from fp8ctl.config.schema import TrainConfig
+from fp8ctl.config.schema import DataConfig, MixSource, TrainConfig
 from fp8ctl.engine.manifest import find_weights, latest
 from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.paths import RunPaths
@@ -61,26 +61,37 @@ def settings_for(
     return config
 
 
-def check_inputs(config: TrainConfig) -> None:
+def check_inputs(config: TrainConfig) -> list[str]:
     """Compares data and model before a folder is made or a rank starts. Needs torch, loads no weights.
 
+    Returns:
+        Warnings about the mixture of data.
+
     Raises:
+        ConfigError: a mixture that can't be, or a batch that does not divide.
         DataError: no data set, one of the other stage, or tokens and rows that the model has no place for.
         ModelError: the folder's shape is not that of the settings, or attention that is asked for can't run.
         PrecisionError: rules or an FP8 backend that can't be.
     """
     import torch
 
-    from fp8ctl.data.manifest import Manifest
+    from fp8ctl.data.loader import Loader
     from fp8ctl.worker.build import check_data, choose_kernels, model_shape, plan_of
 
-    assert config.data.path is not None, "check_train asks for it"
     shape = model_shape(config)
-    check_data(Manifest.read(config.data.path), config, shape)
+    check_data(config, shape)
     plan = plan_of(config, shape)
     if config.engine.device == "cpu" or not torch.cuda.is_available():
         # On a GPU it takes a trial, which is left to the ranks: this process would hold memory there as long as they run
         choose_kernels(config, shape, plan, torch.device("cpu"))
+    loader = Loader(
+        config.data.model_copy(update={"prefetch_steps": 0}),
+        batch=config.batch,
+        seed=config.seed,
+        rank=0,
+        world_size=config.launch.num_ranks,
+    )
+    return list(loader.warnings(config.loop.num_steps))
 
 
 def run_name(config: TrainConfig) -> str:
@@ -104,11 +115,24 @@ def create_run_folder(config: TrainConfig) -> tuple[TrainConfig, RunPaths]:
         update={
             "name": name,
             "run_dir": str(paths.root),
-            "data": config.data.model_copy(update={"path": str(Path(config.data.path or "").resolve())}),
+            "data": _with_absolute_paths(config.data),
         }
     )
     _write_config(resolved, paths)
     return resolved, paths
+
+
+def _with_absolute_paths(data: DataConfig) -> DataConfig:
+    def resolved(sources: tuple[MixSource, ...]) -> tuple[MixSource, ...]:
+        return tuple(s.model_copy(update={"path": str(Path(s.path).resolve())}) for s in sources)
+
+    return data.model_copy(
+        update={
+            "path": str(Path(data.path).resolve()) if data.path else None,
+            "sources": resolved(data.sources),
+            "phases": tuple(p.model_copy(update={"sources": resolved(p.sources)}) for p in data.phases),
+        }
+    )
 
 
 def resume_run(config: TrainConfig) -> tuple[RunPaths, Path]:

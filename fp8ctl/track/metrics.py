@@ -15,8 +15,10 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "loss": Metric("nats/token", "cross-entropy summed over the trainable tokens of the global batch / their number"),
     "validation_loss": Metric(
-        "nats/token", "the same over the fixed rows of the validation split, without dropout or update"
+        "nats/token",
+        "the same over the fixed rows of the validation split, without dropout or update; of a mixture the mean by shares",
     ),
+    "validation_losses": Metric("nats/token", "the validation loss of each data set of a mixture, by its path"),
     "grad_norm": Metric("1", "L2 norm of the whole gradient before clipping"),
     "lr": Metric("1", "learning rate of this step"),
     "trainable_tokens": Metric("tokens", "tokens of the global batch that carry loss"),
@@ -25,6 +27,7 @@ METRICS: dict[str, Metric] = {
     "padding_share": Metric("1", "padding positions / all positions of the global batch"),
     "step_time_s": Metric("s", "wall time of the whole step on rank 0, data wait to optimizer"),
     "data_wait_s": Metric("s", "wall time waiting for the loader"),
+    "data_wait_share": Metric("1", "data_wait_s / step_time_s"),
     "forward_s": Metric("s", "wall time of the forward passes and losses"),
     "backward_s": Metric(
         "s", "wall time of the backward passes, gradient reduction included where the engine overlaps it"

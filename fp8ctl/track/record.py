@@ -44,6 +44,7 @@ class StepStats:
     """Global row numbers of the batch, so that it can be replayed; not logged."""
     step_time_s: float = 0.0
     data_wait_s: float = 0.0
+    data_wait_share: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
     optimizer_s: float = 0.0
@@ -51,6 +52,8 @@ class StepStats:
     memory_peak_bytes: int = 0
     fp8_flops_share: float = 0.0
     validation_loss: float | None = None
+    validation_losses: dict[str, float] | None = None
+    """Of each data set of a mixture, by its path."""
 
     def to_line(self) -> dict[str, Any]:
         """The object that goes into metrics.jsonl."""

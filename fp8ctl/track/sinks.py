@@ -73,7 +73,8 @@ class Tracker:
         self._pending.append(line)
         self._write()
         if self._mlflow:
-            self._mlflow.put(stats.step, {name: line[name] for name in METRICS if name in line})
+            of_sources = {f"validation_loss/{Path(k).name}": v for k, v in (stats.validation_losses or {}).items()}
+            self._mlflow.put(stats.step, {name: line[name] for name in METRICS if name in line} | of_sources)
 
     def log_values(self, step: int, values: Mapping[str, float]) -> None:
         """Queues other numbers for MLflow: those that have their own file in the run folder (evaluations, coverage)."""

@@ -44,7 +44,8 @@ class Parts:
     engine: Engine
     dist: Dist
     loader: Loader
-    validation: list[PackedBatch]
+    validation: dict[str, list[PackedBatch]]
+    """Fixed rows of each data set that has a validation split, by its path."""
     monitor: StabilityMonitor
     layer_stats: LayerStats
     on_step: Callable[[StepStats, Decision], None]
@@ -61,7 +62,12 @@ def train(config: TrainConfig, parts: Parts, state: LoopState) -> bool:
 
         is_last = state.step == config.loop.num_steps
         if is_last or (config.loop.validate_every_steps and state.step % config.loop.validate_every_steps == 0):
-            stats = replace(stats, validation_loss=validate(parts))
+            losses = validate(parts)
+            stats = replace(
+                stats,
+                validation_loss=weighted_mean(losses, parts.loader),
+                validation_losses=losses if len(losses) > 1 else None,
+            )
         parts.on_step(stats, decision)
 
         if stop or is_last or state.step % config.loop.save_every_steps == 0:
@@ -137,6 +143,7 @@ def train_step(
         stats,
         step_time_s=seconds["step"],
         data_wait_s=seconds.get("data", 0.0),
+        data_wait_share=seconds.get("data", 0.0) / seconds["step"],
         forward_s=seconds.get("forward", 0.0),
         backward_s=seconds.get("backward", 0.0),
         optimizer_s=seconds.get("optimizer", 0.0),
@@ -148,20 +155,31 @@ def train_step(
 
 
 @torch.no_grad()
-def validate(parts: Parts) -> float | None:
-    """Mean loss over the fixed validation rows of all ranks; None without a validation split.
+def validate(parts: Parts) -> dict[str, float]:
+    """Mean loss over the fixed validation rows of all ranks, for each data set that has some, by its path.
 
     Its GEMMs run in the plan's precision like those of training, and are counted with them.
     """
-    totals = torch.zeros(2, dtype=torch.float64)
-    for microbatch in parts.validation:
-        batch = microbatch.to(parts.dist.device)
-        loss = parts.engine.forward(
-            batch.input_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen, labels_T=batch.labels_T
-        )
-        totals += torch.tensor([loss.item(), batch.num_trainable], dtype=torch.float64)
-    loss_sum, trainable = parts.dist.all_reduce_floats(totals.tolist())
-    return loss_sum / trainable if trainable else None
+    losses = {}
+    for path, microbatches in parts.validation.items():
+        totals = torch.zeros(2, dtype=torch.float64)
+        for microbatch in microbatches:
+            batch = microbatch.to(parts.dist.device)
+            loss = parts.engine.forward(
+                batch.input_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen, labels_T=batch.labels_T
+            )
+            totals += torch.tensor([loss.item(), batch.num_trainable], dtype=torch.float64)
+        loss_sum, trainable = parts.dist.all_reduce_floats(totals.tolist())
+        if trainable:
+            losses[path] = loss_sum / trainable
+    return losses
+
+
+def weighted_mean(losses: dict[str, float], loader: Loader) -> float | None:
+    """Mean of the losses by each data set's share in the mixture that the loader is in; None where there is none."""
+    shares = {source.path: share for source, share in zip(loader.sources, loader.shares(), strict=True)}
+    total = sum(shares[path] for path in losses)
+    return sum(shares[path] * loss for path, loss in losses.items()) / total if total else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from fp8ctl.config.schema import ModelShape, TrainConfig
+from fp8ctl.config.schema import DataConfig, ModelShape, TrainConfig
 from fp8ctl.data.loader import Loader, PackedBatch
 from fp8ctl.data.manifest import Manifest
+from fp8ctl.data.mixing import source_paths
 from fp8ctl.engine.dist import Dist
 from fp8ctl.errors import DataError, ModelError, PrecisionError
 from fp8ctl.fp8.backend import Backend, choose_backend, lacks_fp8_units
@@ -122,44 +124,44 @@ def plan_of(config: TrainConfig, shape: ModelShape) -> PrecisionPlan:
         return make_plan(Transformer(shape), config.precision)
 
 
-def build_data(config: TrainConfig, shape: ModelShape, dist: Dist) -> tuple[Loader, list[PackedBatch]]:
-    """The rank's training loader and its share of the validation rows.
+def build_data(config: TrainConfig, shape: ModelShape, dist: Dist) -> tuple[Loader, dict[str, list[PackedBatch]]]:
+    """The rank's training loader, and its share of the validation rows of each data set that has some.
 
     Raises:
-        DataError: the data set is of the other stage, or holds tokens that the model's embedding lacks.
+        DataError: a data set is of the other stage, or holds tokens that the model's embedding lacks.
     """
-    assert config.data.path is not None, "checks.check_train asks for it"
-    path = Path(config.data.path)
-    check_data(Manifest.read(path), config, shape)
-    loader = Loader(
-        path, data=config.data, batch=config.batch, seed=config.seed, rank=dist.rank, world_size=dist.world_size
-    )
-    if not config.loop.validation_rows or not Manifest.read(path).has_split("validation"):
-        return loader, []
-    held_out = Loader(
-        path,
-        data=config.data,
-        batch=config.batch,
-        seed=config.seed,
-        rank=dist.rank,
-        world_size=dist.world_size,
-        split="validation",
-    )
-    return loader, held_out.fixed_batches(config.loop.validation_rows)
+    check_data(config, shape)
+    options: dict[str, Any] = {
+        "batch": config.batch,
+        "seed": config.seed,
+        "rank": dist.rank,
+        "world_size": dist.world_size,
+        "pin_memory": dist.device.type == "cuda",
+    }
+    loader = Loader(config.data, **options)
+    held_out = {}
+    for path in source_paths(config.data) if config.loop.validation_rows else []:
+        if Manifest.read(path).has_split("validation"):
+            data = DataConfig(path=path, packing=config.data.packing, prefetch_steps=0)
+            validation = Loader(data, **options, split="validation")
+            held_out[path] = validation.fixed_batches(config.loop.validation_rows)
+    return loader, held_out
 
 
-def check_data(manifest: Manifest, config: TrainConfig, shape: ModelShape) -> None:
+def check_data(config: TrainConfig, shape: ModelShape) -> None:
     """Refuses data that this run can't be meant for, before anything is built."""
-    if manifest.kind != config.stage:
-        raise DataError(
-            f"{config.data.path} was prepared for {manifest.kind}, this run is {config.stage}",
-            f"run `fp8ctl train {manifest.kind}`",
-        )
-    if manifest.max_token_id >= shape.vocab_size:
-        raise DataError(
-            f"{config.data.path} holds token {manifest.max_token_id:,}, the model's vocabulary has {shape.vocab_size:,}",
-            "prepare the data with the tokenizer of this model",
-        )
+    for path in source_paths(config.data):
+        manifest = Manifest.read(path)
+        if manifest.kind != config.stage:
+            raise DataError(
+                f"{path} was prepared for {manifest.kind}, this run is {config.stage}",
+                f"run `fp8ctl train {manifest.kind}`",
+            )
+        if manifest.max_token_id >= shape.vocab_size:
+            raise DataError(
+                f"{path} holds token {manifest.max_token_id:,}, the model's vocabulary has {shape.vocab_size:,}",
+                "prepare the data with the tokenizer of this model",
+            )
     if config.batch.seq_len_tokens > shape.max_positions:
         raise DataError(
             f"rows of {config.batch.seq_len_tokens:,} tokens are longer than the model's {shape.max_positions:,} positions",

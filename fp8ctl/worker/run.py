@@ -56,6 +56,7 @@ def run(
         outcome = "finished" if finished else "preempted"
     finally:
         rank.layer_stats.close()
+        rank.loader.close()
         if tracker is not None:
             tracker.close(outcome)
     rank.dist.barrier()

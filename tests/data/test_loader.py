@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import math
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from fp8ctl.config.constants import IGNORE_INDEX
-from fp8ctl.config.schema import BatchConfig, DataConfig
+from fp8ctl.config.schema import BatchConfig, DataConfig, MixSource, PhaseConfig
 from fp8ctl.data.loader import Loader, PackedBatch
 from fp8ctl.data.manifest import Manifest
+from fp8ctl.data.packing import row_cost
 from fp8ctl.data.shards import ShardWriter
 from fp8ctl.errors import ConfigError, DataError
 
@@ -55,10 +59,18 @@ def documents(num: int = 40, seed: int = 0) -> list[list[int]]:
 
 
 def loader(path: Path, *, rank: int = 0, world: int = 1, **changes: Any) -> Loader:
-    values = {"packing": "stream", "seq_len": 16, "micro": 1, "rows": 8, "seed": 5, "split": "train", **changes}
+    values = {
+        "packing": "stream",
+        "seq_len": 16,
+        "micro": 1,
+        "rows": 8,
+        "seed": 5,
+        "split": "train",
+        "prefetch": 0,
+        **changes,
+    }
     return Loader(
-        path,
-        data=DataConfig(path=str(path), packing=values["packing"]),
+        DataConfig(path=str(path), packing=values["packing"], prefetch_steps=values["prefetch"]),
         batch=BatchConfig(
             seq_len_tokens=values["seq_len"], micro_batch_rows=values["micro"], global_batch_rows=values["rows"]
         ),
@@ -148,7 +160,7 @@ def test_sft_data_trains_only_what_the_mask_says(tmp_path: Path) -> None:
     assert sorted(labels) == sorted(
         t for ids, mask in zip(texts, masks, strict=True) for t, m in zip(ids[1:], mask[1:], strict=True) if m
     )
-    assert len(labels) == data.describe()["trained_tokens"]
+    assert len(labels) == data.describe(2)["trained_tokens"]
 
 
 # ------------------------------------------------------------ ranks, steps, resume
@@ -164,13 +176,198 @@ def test_world_size_does_not_change_a_step(tmp_path: Path, packing: str) -> None
         for _ in range(5):  # passes the end of an epoch
             batches = [rank.next_step() for rank in ranks]
             assert {len(b) for b in batches} == {8 // (world * micro)}
-            for m in range(len(batches[0])):  # micro-batch m of all ranks holds neighbouring rows
-                numbers = [n for b in batches for n in b[m].row_ids]
-                assert numbers == list(range(numbers[0], numbers[0] + world * micro))
             steps.append(rows_of([b for rank in batches for b in rank], 32))
         assert [sorted(s) for s in steps] == [list(range(8 * i, 8 * i + 8)) for i in range(5)]
         contents.append(steps)
     assert all(c == contents[0] for c in contents)
+
+
+def test_no_rank_waits_for_another(tmp_path: Path) -> None:
+    """Rows of very different attention cost, dealt out: the dearest rank stays near the mean, the order given does not."""
+    rng = np.random.default_rng(3)
+    lengths = [int(n) for n in rng.choice([2, 5, 11, 30, 60], size=400, p=[0.4, 0.3, 0.15, 0.1, 0.05])]
+    path = make_data(tmp_path / "d", [[7] * n for n in lengths], masks=[[1] * n for n in lengths])
+    world, worst_dealt, worst_in_order = 4, [], []
+    ranks = [loader(path, packing="best_fit", seq_len=64, rows=32, world=world, rank=r) for r in range(world)]
+    for step in range(3):
+        costs = np.array(
+            [[row_cost(rank.segments(n)[1]) for b in rank.next_step() for n in b.row_ids] for rank in ranks]
+        )
+        in_order = np.array([row_cost(ranks[0].segments(n)[1]) for n in range(32 * step, 32 * step + 32)])
+        worst_dealt.append(costs.sum(1).max() / costs.sum(1).mean())
+        worst_in_order.append(in_order.reshape(-1, world).sum(0).max() / costs.sum(1).mean())
+        # and those that run at the same time cost about the same
+        assert (costs.max(0) <= 2 * costs.min(0)).all()
+    assert max(worst_dealt) < 1.03 < max(worst_in_order)
+
+
+# ------------------------------------------------------------ mixtures
+
+
+def mixed(data: DataConfig, *, rows: int = 8, seq_len: int = 16, seed: int = 5, **options: Any) -> Loader:
+    batch = BatchConfig(seq_len_tokens=seq_len, global_batch_rows=rows)
+    return Loader(data, batch=batch, seed=seed, **{"rank": 0, "world_size": 1, **options})
+
+
+def mix(*sources: tuple[Path, float]) -> tuple[MixSource, ...]:
+    return tuple(MixSource(path=str(path), weight=weight) for path, weight in sources)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Path]:
+    """Data sets whose tokens tell where they come from: 100 to 199, 200 to 299, 300 to 399."""
+    rng = np.random.default_rng(0)
+    return [
+        make_data(
+            tmp_path / str(n),
+            [rng.integers(100 * n, 100 * n + 100, rng.integers(5, 40)).tolist() for _ in range(30 * n)],
+            validation=[[100 * n] * 20],
+        )
+        for n in (1, 2, 3)
+    ]
+
+
+def origin(batch: PackedBatch) -> list[int]:
+    return [int(row[0]) // 100 for row in batch.input_ids_T.reshape(-1, 16)]
+
+
+def test_a_mixture_keeps_its_shares_at_every_row(three: list[Path]) -> None:
+    data = mixed(DataConfig(sources=mix((three[0], 5), (three[1], 3), (three[2], 2))))
+    seen = np.zeros(4)
+    for step in range(40):
+        for batch in data.next_step():
+            seen[origin(batch)[0]] += 1
+            assert (np.abs(seen[1:] - seen.sum() * np.array([0.5, 0.3, 0.2])) < 1.5).all()
+        assert data.mixture.counts(8 * (step + 1)) == seen[1:].tolist()
+
+
+def test_each_source_of_a_mixture_is_read_as_if_it_were_alone(three: list[Path]) -> None:
+    data = mixed(DataConfig(sources=mix((three[0], 1), (three[2], 3))))
+    rows: dict[int, list[list[int]]] = {1: [], 3: []}
+    for _ in range(30):
+        for batch in data.next_step():
+            rows[origin(batch)[0]].append(batch.input_ids_T.tolist())
+    for number, path in ((1, three[0]), (3, three[2])):
+        alone = mixed(DataConfig(path=str(path)))
+        assert rows[number] == [alone.batch_of_rows((n,)).input_ids_T.tolist() for n in range(len(rows[number]))]
+
+
+def phases(three: list[Path], decay_from: int = 5) -> DataConfig:
+    return DataConfig(
+        phases=(
+            PhaseConfig(from_step=0, sources=mix((three[0], 1), (three[1], 1))),
+            PhaseConfig(from_step=decay_from, sources=mix((three[1], 1), (three[2], 3))),
+        )
+    )
+
+
+def test_a_source_goes_on_in_the_next_phase(three: list[Path]) -> None:
+    data = mixed(phases(three))
+    taken = [batch for _ in range(12) for batch in data.next_step()]
+    assert {origin(b)[0] for b in taken[:40]} == {1, 2} and {origin(b)[0] for b in taken[40:]} == {2, 3}
+    second = [b.input_ids_T.tolist() for b in taken if origin(b)[0] == 2]
+    alone = mixed(DataConfig(path=str(three[1])))
+    assert second == [alone.batch_of_rows((n,)).input_ids_T.tolist() for n in range(len(second))]
+
+
+def test_a_phase_can_be_added_where_a_run_stands(three: list[Path]) -> None:
+    stable = DataConfig(sources=mix((three[0], 2), (three[1], 2)))  # the same shares as weights 1 and 1
+    first = mixed(stable)
+    seen = [b.input_ids_T.tolist() for _ in range(5) for b in first.next_step()]
+    state = first.state_dict()
+    second = mixed(phases(three))
+    second.load_state_dict(state)
+    seen += [b.input_ids_T.tolist() for _ in range(4) for b in second.next_step()]
+    third = mixed(phases(three))
+    third.load_state_dict(second.state_dict())
+    seen += [b.input_ids_T.tolist() for _ in range(3) for b in third.next_step()]
+    straight = mixed(phases(three))
+    assert seen == [b.input_ids_T.tolist() for _ in range(12) for b in straight.next_step()]
+    for other in (DataConfig(sources=mix((three[0], 2), (three[1], 1))), phases(three, decay_from=4)):
+        with pytest.raises(DataError) as error:
+            mixed(other).load_state_dict(state)
+        assert error.value.message == "up to step 5 the checkpoint was reading another mixture than these settings say"
+        assert error.value.hint is not None and "from_step=5 or later" in error.value.hint
+
+
+def test_epochs_instead_of_weights(three: list[Path]) -> None:
+    sources = tuple(MixSource(path=str(p), epochs=e) for p, e in zip(three, (2.0, 1.0, 0.5), strict=True))
+    data = mixed(DataConfig(sources=sources))
+    sizes = [s.rows.rows_per_epoch for s in data.sources]
+    total = 2 * sizes[0] + sizes[1] + 0.5 * sizes[2]
+    found = [s["epochs"] for s in data.describe(round(total / 8))["sources"]]
+    assert found == pytest.approx([2.0, 1.0, 0.5], abs=0.1)
+
+
+def test_warnings_about_a_mixture(three: list[Path], tmp_path: Path) -> None:
+    tiny = make_data(tmp_path / "tiny", [[2] * 9])
+    data = mixed(DataConfig(sources=mix((three[0], 10), (three[1], 0.001), (tiny, 1))))
+    steps = 5 * data.sources[0].rows.rows_per_epoch // 8
+    told = list(data.warnings(steps))
+    assert (
+        told[0].startswith(f"{three[0]} is read 4.5 times; beyond 4 repetitions text teaches little")
+        or "is read" in told[0]
+    )
+    assert f"{three[1]} is never read in {steps:,} steps: raise its weight" in told
+    assert f"{tiny} has 9 tokens, less than one row of 16: the rest is padding" in told
+    assert any(t.startswith(f"{tiny} is read ") for t in told)
+
+
+def test_mixtures_that_can_not_be(three: list[Path]) -> None:
+    with pytest.raises(ConfigError, match="stands twice in one mixture") as error:
+        mixed(DataConfig(sources=mix((three[0], 1), (three[0], 2))))
+    assert error.value.hint == "name it once, with the sum of the weights"
+    both = (MixSource(path=str(three[0]), epochs=1.0), MixSource(path=str(three[1]), weight=2.0))
+    with pytest.raises(ConfigError, match="weights for some sources and epochs for others"):
+        mixed(DataConfig(sources=both))
+    for weight in (0, -1, math.nan, math.inf):
+        with pytest.raises(ValidationError):
+            MixSource(path="x", weight=weight)
+
+
+def test_a_checkpoint_from_before_mixtures(three: list[Path]) -> None:
+    data = mixed(DataConfig(path=str(three[0])))
+    old = {
+        "next_row": 16,
+        "seed": 5,
+        "packing": "stream",
+        "seq_len_tokens": 16,
+        "fingerprint": Manifest.read(three[0]).fingerprint,
+    }
+    data.load_state_dict(old)
+    expected = mixed(DataConfig(path=str(three[0])))
+    expected.next_step(), expected.next_step()
+    assert rows_of(data.next_step()) == rows_of(expected.next_step())
+    with pytest.raises(DataError, match="reading with another data set"):
+        mixed(DataConfig(path=str(three[1]))).load_state_dict(old)
+
+
+# ------------------------------------------------------------ making batches ahead
+
+
+def test_batches_made_ahead_are_the_same(three: list[Path]) -> None:
+    threads = set(threading.enumerate())
+    plain, ahead = (mixed(phases(three).model_copy(update={"prefetch_steps": n})) for n in (0, 3))
+    for _ in range(6):
+        assert rows_of(ahead.next_step()) == rows_of(plain.next_step())
+    state = ahead.state_dict()
+    assert state == plain.state_dict(), "what was made ahead is not counted as read"
+    ahead.next_step()
+    ahead.load_state_dict(state)
+    assert rows_of(ahead.next_step()) == rows_of(plain.next_step())
+    ahead.close()
+    assert set(threading.enumerate()) == threads
+
+
+def test_damage_found_ahead_comes_up_in_its_step(tmp_path: Path) -> None:
+    path = make_data(tmp_path / "d", documents(200), per_shard=200)
+    data = loader(path, prefetch=2)
+    data.next_step()
+    np.memmap(path / "train-00000.bin", dtype="<i4", mode="r+")[:] = 999_999
+    with pytest.raises(DataError, match="holds a token outside the vocabulary"):
+        for _ in range(5):
+            data.next_step()
+    data.close()
 
 
 def test_resume_twice_and_on_other_ranks(tmp_path: Path) -> None:
@@ -241,7 +438,7 @@ def test_fixed_batches_are_the_same_rows_for_any_ranks(tmp_path: Path) -> None:
     assert all(c == contents[0] for c in contents)
     assert sorted(contents[0]) == list(range(11))
     whole = loader(path, split="validation")
-    assert sum(b.num_tokens for b in whole.fixed_batches(10**6)) == whole.describe()["tokens"]
+    assert sum(b.num_tokens for b in whole.fixed_batches(10**6)) == whole.describe(2)["tokens"]
 
 
 # ------------------------------------------------------------ description and refusals
@@ -249,7 +446,7 @@ def test_fixed_batches_are_the_same_rows_for_any_ranks(tmp_path: Path) -> None:
 
 def test_describe(tmp_path: Path) -> None:
     path = make_data(tmp_path / "d", [[2] * 20, [3] * 12, [4] * 8])
-    seen = loader(path, seq_len=16, rows=2).describe()
+    seen = loader(path, seq_len=16, rows=2).describe(2)
     assert seen["tokens"] == 40 and seen["documents"] == 3 and seen["longest_document_tokens"] == 20
     assert seen["rows_per_epoch"] == 3 and seen["steps_per_epoch"] == 1.5
     assert seen["fill_share"] == pytest.approx(40 / 48) and seen["trained_share"] == pytest.approx(37 / 40)

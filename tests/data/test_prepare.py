@@ -279,7 +279,7 @@ def test_bad_rows_go_into_quarantine(tmp_path: Path, tokenizer_folder: Path) -> 
     assert (counters["rows"], counters["kept"], counters["dropped"], counters["bad"]) == (12, 10, {}, 2)
     lines = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
     assert [(r["file"], r["line"]) for r in lines] == [(str(tmp_path / "a.jsonl"), 11), (str(tmp_path / "a.jsonl"), 12)]
-    assert lines[0]["reason"].startswith("not JSON") and lines[0]["excerpt"] == "{broken\n"
+    assert lines[0]["reason"].startswith("not JSON") and lines[0]["excerpt"] == "{broken"
     assert lines[1]["reason"] == "a message holds the control token <|im_end|>"
 
 
@@ -608,7 +608,7 @@ def test_standard_library_and_reasoning_gym_to_batches(tmp_path: Path, smollm2_f
     prepare(settings(tmp_path / "sft", smollm2_folder, source, kind="sft", chat_template="smollm2", max_tokens=512))
     batch = BatchConfig(seq_len_tokens=512, micro_batch_rows=2, global_batch_rows=4)
     cpt, sft = (
-        Loader(tmp_path / kind, data=DataConfig(packing=packing), batch=batch, seed=1, rank=0, world_size=1)
+        Loader(DataConfig(path=str(tmp_path / kind), packing=packing), batch=batch, seed=1, rank=0, world_size=1)
         for kind, packing in (("cpt", "stream"), ("sft", "best_fit"))
     )
     assert cpt.describe()["tokens"] > 2_000_000 and cpt.describe()["fill_share"] > 0.999

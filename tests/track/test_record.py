@@ -2,6 +2,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from fp8ctl.track.metrics import METRICS
 from fp8ctl.track.record import RunRecord, StepStats, append_jsonl, log_event, read_jsonl, write_json, write_status
 
 
-def stats(step: int, **values: float) -> StepStats:
+def stats(step: int, **values: Any) -> StepStats:
     return StepStats(
         **{
             "step": step,
@@ -27,7 +28,7 @@ def stats(step: int, **values: float) -> StepStats:
 
 
 def test_line_has_every_number_with_a_definition_and_nothing_else() -> None:
-    line = stats(3, validation_loss=2.75).to_line()
+    line = stats(3, validation_loss=2.75, validation_losses={"a": 2.5, "b": 3.0}).to_line()
     assert set(line) - {"step", "time"} == set(METRICS)
     assert (line["step"], line["loss"], line["validation_loss"], line["tokens_seen"]) == (3, 2.5, 2.75, 27)
     assert "validation_loss" not in stats(3).to_line()
