@@ -12,6 +12,7 @@ from fp8ctl.config.compose import change, compose, dump, load
 from fp8ctl.config.schema import DataConfig, MixSource, TrainConfig
 from fp8ctl.engine.manifest import find_weights, latest
 from fp8ctl.errors import CheckpointError, ConfigError, ModelError
+from fp8ctl.launch.length import drop_what_is_overridden
 from fp8ctl.paths import RunPaths
 from fp8ctl.track.redact import secret_places
 
@@ -49,6 +50,7 @@ def settings_for(
         config = change(load(TrainConfig, stored), overrides)
     else:
         config = compose(command, overrides)
+    config = drop_what_is_overridden(config, overrides)
     if config.stage != command.removeprefix("train_"):
         raise ConfigError(f"{run_dir} holds a run of stage {config.stage}", f"use `fp8ctl train {config.stage}`")
     if run_dir:
@@ -65,11 +67,11 @@ def check_inputs(config: TrainConfig) -> list[str]:
     """Compares data and model before a folder is made or a rank starts. Needs torch, loads no weights.
 
     Returns:
-        Warnings about the mixture of data.
+        Warnings about the mixture of data, and about what the stage before was trained on.
 
     Raises:
-        ConfigError: a mixture that can't be, or a batch that does not divide.
-        DataError: no data set, one of the other stage, or tokens and rows that the model has no place for.
+        ConfigError: a mixture that can't be, a batch that does not divide, or a run that would start from its own weights.
+        DataError: no data set, one of the other stage or of another tokenizer, or tokens and rows that the model has no place for.
         ModelError: the folder's shape is not that of the settings, or attention that is asked for can't run.
         PrecisionError: rules or an FP8 backend that can't be.
     """
@@ -77,6 +79,7 @@ def check_inputs(config: TrainConfig) -> list[str]:
 
     from fp8ctl.data.loader import Loader
     from fp8ctl.worker.build import check_data, choose_kernels, model_shape, plan_of
+    from fp8ctl.worker.parent import check_hand_off
 
     shape = model_shape(config)
     check_data(config, shape)
@@ -91,7 +94,7 @@ def check_inputs(config: TrainConfig) -> list[str]:
         rank=0,
         world_size=config.launch.num_ranks,
     )
-    return list(loader.warnings(config.loop.num_steps))
+    return [*check_hand_off(config), *loader.warnings(config.loop.num_steps)]
 
 
 def run_name(config: TrainConfig) -> str:
