@@ -64,6 +64,8 @@ class DataPrepConfig(Settings):
     """Folder with tokenizer.json (and, for SFT, the chat template)."""
     sources: tuple[SourceConfig, ...] = ()
     """Where the text comes from, in order."""
+    exclude: tuple[str, ...] = ()
+    """Folders of exclusion lists that `fp8ctl data dedup` and `fp8ctl data decontaminate` wrote: rows that are left out and counted."""
     append_eos: bool = True
     """End each document with the tokenizer's end-of-text token (CPT)."""
     chat_template: str | None = None
