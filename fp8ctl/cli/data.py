@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fp8ctl.cli import data_lists
 from fp8ctl.cli.console import say, stdout
 from fp8ctl.cli.options import AsJson, Overrides
 from fp8ctl.cli.progress import progress
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Prepare training data and look at it.", no_args_is_help=True)
 PERCENTILES = (5, 50, 95, 100)
+app.command("dedup")(data_lists.dedup)
 Folder = Annotated[Path, typer.Argument(help="Data set folder.")]
 
 
