@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fp8ctl.cli import data_lists
 from fp8ctl.cli.console import say, stdout
 from fp8ctl.cli.options import AsJson, Overrides
 from fp8ctl.cli.progress import progress
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Prepare training data and look at it.", no_args_is_help=True)
 PERCENTILES = (5, 50, 95, 100)
+app.command("dedup")(data_lists.dedup)
 Folder = Annotated[Path, typer.Argument(help="Data set folder.")]
 
 
@@ -44,6 +46,19 @@ def merge(path: Folder) -> None:
     from fp8ctl.data.prepare import finish
 
     _tell(finish(path))
+
+
+@app.command()
+def adopt(
+    prefixes: Annotated[list[Path], typer.Argument(help="Shards: PREFIX.bin and PREFIX.idx, without the ending.")],
+    tokenizer: Annotated[Path, typer.Option("--tokenizer", help="Folder of the tokenizer that made them.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the data set; it gets links, no copies.")],
+    validation: Annotated[list[Path] | None, typer.Option("--validation", help="Shards held out.")] = None,
+) -> None:
+    """Takes shards of Megatron's own tools over: writes the manifest that training asks for."""
+    from fp8ctl.data.adopt import adopt as adopt_shards
+
+    _tell(adopt_shards(prefixes, out, tokenizer, validation=validation or (), progress=lambda p: say(f"reading {p}")))
 
 
 def _tell(manifest: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8ctl.config.data_schema import DataPrepConfig
+from fp8ctl.config.data_schema import DataPrepConfig, DedupConfig
 from fp8ctl.config.problems import Problem, raise_problems
 from fp8ctl.config.schema import DataConfig, ModelShape, PrecisionConfig, TrainConfig
 
@@ -227,6 +227,19 @@ def check_data_prep(config: DataPrepConfig) -> None:
         problems.append(Problem("tokenizer", "no tokenizer", "set tokenizer=FOLDER, a Hugging Face model folder"))
     if config.executor == "slurm" and not config.cluster.partition:
         problems.append(Problem("cluster.partition", "Slurm needs one", "set cluster.partition=NAME, see `sinfo`"))
+    raise_problems(problems + _sources(config))
+
+
+def check_scan(config: DedupConfig) -> None:
+    """Raises ConfigError with everything that does not fit together in the settings of a command that looks through sources."""
+    problems: list[Problem] = []
+    if not config.out:
+        problems.append(Problem("out", "no folder to write to", "set out=FOLDER"))
+    raise_problems(problems + _sources(config))
+
+
+def _sources(config: DataPrepConfig | DedupConfig) -> list[Problem]:
+    problems: list[Problem] = []
     if not config.sources:
         problems.append(
             Problem(
@@ -253,4 +266,4 @@ def check_data_prep(config: DataPrepConfig) -> None:
                     "set kind=cpt",
                 )
             )
-    raise_problems(problems)
+    return problems

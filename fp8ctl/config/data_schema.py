@@ -64,6 +64,8 @@ class DataPrepConfig(Settings):
     """Folder with tokenizer.json (and, for SFT, the chat template)."""
     sources: tuple[SourceConfig, ...] = ()
     """Where the text comes from, in order."""
+    exclude: tuple[str, ...] = ()
+    """Folders of exclusion lists that `fp8ctl data dedup` and `fp8ctl data decontaminate` wrote: rows that are left out and counted."""
     append_eos: bool = True
     """End each document with the tokenizer's end-of-text token (CPT)."""
     chat_template: str | None = None
@@ -102,3 +104,32 @@ class DataPrepConfig(Settings):
     """Begin again where `out` holds an unfinished preparation with other settings."""
     max_bad_rate: float = Field(default=0.001, ge=0.0, le=1.0)
     """Largest share of unreadable rows before the command fails; bad rows are listed in quarantine.jsonl."""
+
+
+class DedupConfig(Settings):
+    """Settings of `fp8ctl data dedup`."""
+
+    kind: Literal["cpt", "sft"] = "cpt"
+    """cpt: documents. sft: conversations, compared as a whole."""
+    sources: tuple[SourceConfig, ...] = ()
+    """What to look through, in order: of equal rows the first one stays."""
+    out: str | None = None
+    """Folder of the exclusion list to write, for `fp8ctl data prep exclude=[FOLDER]`."""
+    method: Literal["exact", "minhash"] = "exact"
+    """exact: equal after `normalise`. minhash: also those that share most of their word sequences (extra `dedup`)."""
+    normalise: Literal["spaces", "raw"] = "spaces"
+    """spaces: composed Unicode (NFC), every run of white space one space, none at the ends. raw: the text as it is."""
+    threshold: float = Field(default=0.8, gt=0.0, le=1.0)
+    """minhash: share of word sequences that two rows must have in common (Jaccard), computed from their text, not estimated."""
+    ngram_words: PositiveInt = 5
+    """minhash: words of one sequence; a shorter row is one sequence."""
+    num_bands: PositiveInt = 20
+    """minhash: rows meet as candidates when the hashes of one band agree; more bands find more and cost more."""
+    rows_per_band: PositiveInt = 6
+    """minhash: hashes per band; more of them make candidates rarer."""
+    seed: int = Field(default=1, ge=0)
+    """minhash: seed of the hash functions."""
+    num_workers: PositiveInt = 1
+    """Processes that read; the result does not depend on it."""
+    task_mb: PositiveInt | None = None
+    """MiB of input in one task; default: a 64th of all, between 16 and 512."""

@@ -91,8 +91,8 @@ class Loader:
     """Gives each rank its share of every step.
 
     Step s holds the rows s * global_batch_rows and following, whatever the number of ranks and restarts. Within a step the rows
-    are dealt out by the cost of their attention, so that no rank has to wait for another: the dearest first, one to each rank,
-    the next round in the opposite direction.
+    are dealt out by the cost of their attention, so that no rank has to wait for another: the dearest first, in rounds of one
+    row for each rank, in each round the dearest to the rank that has least.
 
     Raises:
         ConfigError: the batch does not divide, the mixture can't be, or conversations would be cut.
@@ -160,8 +160,14 @@ class Loader:
             return list(numbers)
         costs = {number: row_cost(self.segments(number)[1]) for number in numbers}
         dearest_first = sorted(numbers, key=lambda number: (-costs[number], number))
-        rounds = [dearest_first[start : start + world] for start in range(0, len(numbers), world)]
-        return [dealt[self._rank if turn % 2 == 0 else world - 1 - self._rank] for turn, dealt in enumerate(rounds)]
+        shares: list[list[int]] = [[] for _ in range(world)]
+        loads = [0] * world
+        for start in range(0, len(numbers), world):
+            least_first = sorted(range(world), key=lambda rank: (loads[rank], rank))
+            for rank, number in zip(least_first, dearest_first[start : start + world], strict=True):
+                shares[rank].append(number)
+                loads[rank] += costs[number]
+        return shares[self._rank]
 
     def segments(self, number: int) -> tuple[Source, list[Segment]]:
         """The source of a row, by its global number, and what stands in it."""

@@ -14,10 +14,11 @@ import xxhash
 import fp8ctl
 from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.data.encode import Encoder
+from fp8ctl.data.exclude import check_lists
 from fp8ctl.data.prep_task import TASKS
 from fp8ctl.data.sources import InputFile, Slice
 from fp8ctl.data.stdlib_text import python_version
-from fp8ctl.data.tasks import Task, plan_tasks
+from fp8ctl.data.tasks import Task, input_sizes, plan_tasks
 from fp8ctl.errors import DataError
 from fp8ctl.track.record import write_json
 
@@ -89,12 +90,14 @@ def make_plan(config: DataPrepConfig, encoder: Encoder) -> Plan:
     """Finds the input and cuts it into tasks.
 
     Raises:
-        DataError: a path matches nothing.
+        DataError: a path matches nothing, or an exclusion list does not fit the input.
     """
     tasks = plan_tasks(config.sources, config.task_mb * 2**20 if config.task_mb is not None else None)
     prepared = config.model_dump(mode="json", exclude=_NOT_IN_THE_DATA)
     prepared["tokenizer_fingerprint"] = encoder.tokenizer.fingerprint
     prepared["versions"] = _versions(config)
+    if config.exclude:
+        prepared["exclude"] = check_lists(config.exclude, input_sizes(tasks, config.sources))
     if encoder.template is not None:
         prepared["chat_template_hash"] = xxhash.xxh3_128_hexdigest(encoder.template.source.encode())
     return Plan(config, tasks, prepared, _modified(tasks))

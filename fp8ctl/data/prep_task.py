@@ -13,7 +13,8 @@ from typing import Any
 
 from fp8ctl.config.data_schema import DataPrepConfig
 from fp8ctl.data.encode import encoder_for, in_batches, num_chars
-from fp8ctl.data.rows import BadRow, Dropped, Encoded
+from fp8ctl.data.exclude import Exclusions
+from fp8ctl.data.rows import BadRow, Dropped, Encoded, Row
 from fp8ctl.data.shards import ShardInfo
 from fp8ctl.data.splits import SPLITS, Edge, Move, Split, SplitWriter, split_of
 from fp8ctl.data.tasks import Report, Task, iter_task
@@ -145,11 +146,13 @@ def run_task(
     writers = {s: SplitWriter(folder, s, task.number, **options) for s in SPLITS}
     done = Done(task.number, plan, Counts(), {}, {s: Edge() for s in SPLITS}, move, None)
     encoder = encoder_for(config)
+    excluded = _exclusions_of(task, config)
     try:
         quarantine.unlink(missing_ok=True)
         for batch in in_batches(iter_task(task, config.sources, config.kind)):
             counts = Counts()
-            for result in encoder.encode(batch):
+            wanted = _leave_out(batch, excluded, counts)
+            for result in encoder.encode(wanted):
                 counts.see(result)
                 if isinstance(result, BadRow):
                     line = _quarantine_line(result)
@@ -171,6 +174,23 @@ def run_task(
         for writer in writers.values():
             writer.abandon()
     return done
+
+
+def _exclusions_of(task: Task, config: DataPrepConfig) -> Exclusions:
+    """What the exclusion lists say about the input of a task."""
+    files = sorted({piece.file.path for piece in task.slices})
+    return Exclusions.load(config.exclude, files or None)
+
+
+def _leave_out(rows: list[Row], excluded: Exclusions, counts: Counts) -> list[Row]:
+    wanted = []
+    for row in rows:
+        reason = excluded.reason(row.origin)
+        if reason is None:
+            wanted.append(row)
+        else:
+            counts.see(Dropped(reason))
+    return wanted
 
 
 def _quarantine_line(bad: BadRow) -> dict[str, Any]:

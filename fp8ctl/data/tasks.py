@@ -78,6 +78,18 @@ def plan_tasks(sources: Sequence[SourceConfig], task_bytes: int | None = None) -
     return tasks
 
 
+def input_sizes(tasks: Sequence[Task], sources: Sequence[SourceConfig]) -> dict[str, int]:
+    """Size in bytes of each input file, 0 where it is not known; what is generated stands there by the name of its source."""
+    sizes = {piece.file.path: piece.file.bytes for task in tasks for piece in task.slices}
+    return sizes | {generated_name(task, sources): 0 for task in tasks if not task.slices}
+
+
+def generated_name(task: Task, sources: Sequence[SourceConfig]) -> str:
+    """What a task without files generates."""
+    kind = sources[task.source].kind
+    return f"{kind}/{task.part}" if task.part else kind
+
+
 def iter_task(task: Task, sources: Sequence[SourceConfig], kind: str) -> Iterator[Row]:
     """Rows of a task, in the order of its source.
 
