@@ -68,6 +68,12 @@ class DataPrepConfig(Settings):
     """Folders of exclusion lists that `fp8ctl data dedup` and `fp8ctl data decontaminate` wrote: rows that are left out and counted."""
     append_eos: bool = True
     """End each document with the tokenizer's end-of-text token (CPT)."""
+    prepend_bos: bool = False
+    """Begin each document with the tokenizer's begin-of-text token (CPT)."""
+    control_tokens: Literal["text", "ids_unless_special", "ids"] = "text"
+    """What becomes of control tokens that are written in documents (CPT), as `<|im_end|>` in a page about chat models. text: they are
+    encoded as the characters they are made of. ids_unless_special: those that the tokenizer does not flag as special (often `<think>`
+    and tags of tools) become their ids. ids: all do."""
     chat_template: str | None = None
     """Name of a template in templates/chat or a path; default: the tokenizer's own (SFT)."""
     system_prompt: str | None = None
