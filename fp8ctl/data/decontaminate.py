@@ -16,7 +16,7 @@ from typing import Any
 from fp8ctl.config.checks import check_decontaminate
 from fp8ctl.config.data_schema import DecontaminateConfig
 from fp8ctl.data.eval_index import EvalIndex, EvalItem, read_items
-from fp8ctl.data.exclude import ExclusionWriter, new_list, utf8
+from fp8ctl.data.exclude import ExclusionWriter, new_list
 from fp8ctl.data.files import Slice
 from fp8ctl.data.fuzzy import ShortItems, require
 from fp8ctl.data.rows import Conversation, Document
@@ -165,7 +165,7 @@ class _Found:
                     line = self.numbers.line(file, at, line)
                     item = self._index.items[number]
                     match = {
-                        "file": file, "line": line, "at": at, "eval_file": utf8(item.file), "eval_item": item.number,
+                        "file": file, "line": line, "at": at, "eval_file": item.file, "eval_item": item.number,
                         "eval_field": item.field, "how": how, "num_words": num_words, "text": shared,
                     }  # fmt: skip
                     f.write(json.dumps(match) + "\n")
@@ -175,7 +175,7 @@ class _Found:
                     if last != (file, at):  # the first match of a row names it
                         last = (file, at)
                         self._rows += 1
-                        self._by_file[utf8(file)] += 1
+                        self._by_file[file] += 1
                         if out is not None:
                             out.add(file, at, line, CONTAMINATED, f"{_name(item)}: {shared}")
 
@@ -183,12 +183,12 @@ class _Found:
         index, share = self._index, self._rows / self.counts.documents
         evals: dict[str, dict[str, int]] = {}
         for number, item in enumerate(index.items):
-            counts = evals.setdefault(utf8(item.file), {"items": 0, "unprotected": 0, "found": 0, "matches": 0})
+            counts = evals.setdefault(item.file, {"items": 0, "unprotected": 0, "found": 0, "matches": 0})
             counts["items"] += 1
             counts["found"] += number in self._by_item
             counts["matches"] += self._by_item[number]
         for number in index.unprotected:
-            evals[utf8(index.items[number].file)]["unprotected"] += 1
+            evals[index.items[number].file]["unprotected"] += 1
         most = sorted(self._by_item.items(), key=lambda pair: (-pair[1], pair[0]))[:_SHOWN]
         return {
             **as_dict(self.counts),
@@ -245,12 +245,12 @@ def _folder(config: DecontaminateConfig) -> Iterator[tuple[Path, ExclusionWriter
 
 
 def _name(item: EvalItem) -> str:
-    return f"{utf8(item.file)} item {item.number}" + (f" ({item.field})" if item.field else "")
+    return f"{item.file} item {item.number}" + (f" ({item.field})" if item.field else "")
 
 
 def _shown(item: EvalItem) -> dict[str, Any]:
     return {
-        "eval_file": utf8(item.file),
+        "eval_file": item.file,
         "eval_item": item.number,
         "eval_field": item.field,
         "text": item.text[:_TEXT_CHARS],

@@ -23,7 +23,7 @@ from fp8ctl.config.checks import check_scan
 from fp8ctl.config.data_schema import DedupConfig
 from fp8ctl.data import near_duplicates
 from fp8ctl.data.encode import num_chars
-from fp8ctl.data.exclude import ExclusionWriter, new_list, utf8
+from fp8ctl.data.exclude import ExclusionWriter, new_list
 from fp8ctl.data.files import Slice
 from fp8ctl.data.rows import BadRow, Row
 from fp8ctl.data.scan import (
@@ -251,7 +251,7 @@ def _write(out: ExclusionWriter, first: np.ndarray, is_near: np.ndarray | None, 
             rows = np.arange(offset + start, offset + end)
             named = rows[first[rows] != rows]
             where = places.places[task][named - offset]
-            counts = by_file.setdefault(utf8(file), {"documents": 0, "excluded": 0})
+            counts = by_file.setdefault(file, {"documents": 0, "excluded": 0})
             counts["documents"] += len(rows)
             counts["excluded"] += len(named)
             chars += int(places.places[task][start:end, 2].sum())
@@ -275,7 +275,7 @@ def _largest(first: np.ndarray, places: _Places, config: DedupConfig) -> list[di
     for original, count in zip(originals[biggest].tolist(), counts[biggest].tolist(), strict=True):
         file, _, line = places.of(original)
         text = _text_at(original, places, config)
-        clusters.append({"documents": count + 1, "file": utf8(file), "line": line, "example": text[:_EXCERPT_CHARS]})
+        clusters.append({"documents": count + 1, "file": file, "line": line, "example": text[:_EXCERPT_CHARS]})
     return clusters
 
 

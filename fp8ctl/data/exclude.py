@@ -111,7 +111,7 @@ class ExclusionWriter:
         os.replace(self.scratch / LIST, self._folder / LIST)
         whole = {
             "format": _FORMAT,
-            **report,
+            **_all_utf8(report),
             "excluded": self.rows,
             "files": {identity(f): size for f, size in files.items()},
             "fingerprint": _fingerprint(self._folder),
@@ -122,7 +122,7 @@ class ExclusionWriter:
     def finish_without_list(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the report only and gives it back."""
         self._parquet.close()
-        whole = {"format": _FORMAT, **report}
+        whole = {"format": _FORMAT, **_all_utf8(report)}
         write_json(self._folder / REPORT, whole)
         return whole
 
@@ -265,6 +265,14 @@ def _fingerprint(folder: Path) -> str:
 def utf8(text: str) -> str:
     """The text, with what can't be written as UTF-8 (bytes of a file name) written out."""
     return text.encode("utf-8", errors="backslashreplace").decode()
+
+
+def _all_utf8(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {utf8(key): _all_utf8(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_all_utf8(inner) for inner in value]
+    return utf8(value) if isinstance(value, str) else value
 
 
 _NOTHING = np.array([], dtype=np.int64)
