@@ -49,6 +49,19 @@ def merge(path: Folder) -> None:
     _tell(finish(path))
 
 
+@app.command()
+def adopt(
+    prefixes: Annotated[list[Path], typer.Argument(help="Shards: PREFIX.bin and PREFIX.idx, without the ending.")],
+    tokenizer: Annotated[Path, typer.Option("--tokenizer", help="Folder of the tokenizer that made them.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the data set; it gets links, no copies.")],
+    validation: Annotated[list[Path] | None, typer.Option("--validation", help="Shards held out.")] = None,
+) -> None:
+    """Takes shards of Megatron's own tools over: writes the manifest that training asks for."""
+    from fp8ctl.data.adopt import adopt as adopt_shards
+
+    _tell(adopt_shards(prefixes, out, tokenizer, validation=validation or (), progress=lambda p: say(f"reading {p}")))
+
+
 def _tell(manifest: Path) -> None:
     from fp8ctl.data.manifest import Manifest
 

@@ -41,11 +41,12 @@ def _train(
 ) -> None:
     from fp8ctl.launch.dry_run import describe_run
     from fp8ctl.launch.job import run_job
+    from fp8ctl.launch.length import resolve_length
     from fp8ctl.launch.progress import TrainProgress
     from fp8ctl.launch.run_folder import check_inputs, create_run_folder, resume_run, settings_for
     from fp8ctl.paths import shown_path
 
-    config = settings_for(command, overrides, run_dir=run_dir, resume=resume, require_fp8=require_fp8)
+    config = resolve_length(settings_for(command, overrides, run_dir=run_dir, resume=resume, require_fp8=require_fp8))
     if dry_run:
         stdout().print(describe_run(config))
         return

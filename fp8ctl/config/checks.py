@@ -21,7 +21,9 @@ def check_train(config: TrainConfig) -> None:
     problems += _data(config.data)
     if config.model.shape is not None:
         problems += check_shape(config.model.shape)
-    problems += _batch(config) + _schedule(config) + _precision(config)
+    problems += _batch(config) + _epochs(config) + _precision(config)
+    if config.loop.num_epochs is None:  # else the number of steps is known later
+        problems += _schedule(config)
     if config.optim.min_lr > config.optim.peak_lr:
         problems.append(
             Problem(
@@ -109,6 +111,30 @@ def _schedule(config: TrainConfig) -> list[Problem]:
     return problems
 
 
+def check_schedule(config: TrainConfig) -> None:
+    """Raises ConfigError when the learning rate's phases don't fit into the run."""
+    raise_problems(_schedule(config))
+
+
+def _epochs(config: TrainConfig) -> list[Problem]:
+    problems, schedule = [], config.schedule
+    if config.loop.num_epochs is not None and (config.data.sources or config.data.phases):
+        problems.append(
+            Problem(
+                "loop.num_epochs", "a mixture has no epochs of its own", "set loop.num_epochs=null and loop.num_steps"
+            )
+        )
+    if schedule.warmup_share is not None and schedule.warmup_steps:
+        problems.append(
+            Problem(
+                "schedule.warmup_share",
+                "schedule.warmup_steps is set too",
+                "leave one of them at its default: schedule.warmup_share=null or schedule.warmup_steps=0",
+            )
+        )
+    return problems
+
+
 def check_precision(precision: PrecisionConfig) -> list[Problem]:
     """What recipes and backends can't do whatever the machine."""
     recipe, problems = precision.recipe, []
@@ -180,6 +206,12 @@ def _data(data: DataConfig) -> list[Problem]:
         return [Problem("data.path", "no data", "set data.path=FOLDER, a data set made by `fp8ctl data prep`")]
     if len(given) > 1:
         return [Problem("data", f"{' and '.join(given)} are both set", "keep one of path, sources and phases")]
+    if data.after and data.packing != "stream":
+        return [
+            Problem(
+                "data.after", "packs of whole samples can't be gone on with", "leave it out, or set data.packing=stream"
+            )
+        ]
     starts = [phase.from_step for phase in data.phases]
     if starts and (starts[0] != 0 or sorted(set(starts)) != starts):
         return [

@@ -105,6 +105,8 @@ class DataConfig(Settings):
     phases: tuple[PhaseConfig, ...] = ()
     """Mixtures by step, for example one for the stable and one for the decaying part of a WSD schedule. A resumed run may add a phase that
     begins where it stands; each source goes on where it was."""
+    after: str | None = None
+    """A run, or one of its checkpoints: begin with what it has not read of its epoch, whatever its row length was (packing stream)."""
     packing: Literal["stream", "best_fit"] = "stream"
     """stream: documents follow each other and are cut at row ends (CPT). best_fit: whole samples share rows (SFT)."""
     prefetch_steps: int = Field(default=2, ge=0)
@@ -193,6 +195,8 @@ class ScheduleConfig(Settings):
     """wsd: warm up, stay, cosine decay over the last decay_steps. cosine: warm up, then cosine to min_lr."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up."""
+    warmup_share: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """Share of the run that is linear warm-up, instead of warmup_steps. It becomes warmup_steps when the run starts."""
     decay_steps: int = Field(default=0, ge=0)
     """Length of the final decay (wsd only)."""
 
@@ -265,6 +269,8 @@ class LoopConfig(Settings):
 
     num_steps: PositiveInt = 1000
     """Optimizer steps."""
+    num_epochs: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """How often the data set is read, instead of num_steps (one data set, no mixture). It becomes num_steps when the run starts."""
     log_every_steps: PositiveInt = 1
     """Steps between two progress lines (metrics.jsonl has every step)."""
     save_every_steps: PositiveInt = 500

@@ -13,7 +13,7 @@ import xxhash
 from fp8ctl.data.corpus import Corpus
 from fp8ctl.data.manifest import Manifest
 from fp8ctl.data.shards import ShardInfo, ShardReader
-from fp8ctl.data.tokenizer import load_tokenizer
+from fp8ctl.data.tokenizer import TextTokenizer, load_tokenizer
 from fp8ctl.errors import DataError
 
 _CHUNK = 2**24
@@ -109,11 +109,15 @@ def show_document(
             f"{backend.folder} is not the tokenizer that {path} was prepared with", "give the folder of the right one"
         )
     ids, mask = corpus.tokens(number), corpus.mask(number)
+    return ShownDocument(number, len(ids), int(mask.sum()), pieces_of(ids, mask, backend))
+
+
+def pieces_of(ids: np.ndarray, mask: np.ndarray, tokenizer: TextTokenizer) -> list[tuple[str, bool]]:
+    """Text of tokens, cut where training begins and ends, each piece with whether it is trained."""
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
-    pieces = [
-        (backend.decode(ids[start:end]), bool(mask[start])) for start, end in zip(borders, borders[1:], strict=False)
+    return [
+        (tokenizer.decode(ids[start:end]), bool(mask[start])) for start, end in zip(borders, borders[1:], strict=False)
     ]
-    return ShownDocument(number, len(ids), int(mask.sum()), pieces)
 
 
 def _file_problems(folder: Path, info: ShardInfo) -> Iterator[str]:

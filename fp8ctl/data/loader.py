@@ -13,9 +13,10 @@ import torch
 from fp8ctl.config.constants import IGNORE_INDEX
 from fp8ctl.config.schema import BatchConfig, DataConfig
 from fp8ctl.data.corpus import Corpus
+from fp8ctl.data.leftover import LeftoverRows, read_before, rows_read
 from fp8ctl.data.manifest import Manifest
 from fp8ctl.data.mixing import make_mixture, source_paths, too_many_epochs
-from fp8ctl.data.packing import Segment, make_rows, row_cost
+from fp8ctl.data.packing import Rows, Segment, make_rows, row_cost
 from fp8ctl.data.prefetch import Ahead
 from fp8ctl.errors import ConfigError, DataError
 
@@ -64,6 +65,7 @@ class Source:
 
     def __init__(self, path: str, data: DataConfig, batch: BatchConfig, seed: int, split: str) -> None:
         self.path = path
+        self.rows: Rows
         self.manifest = Manifest.read(path)
         if self.manifest.kind == "sft" and data.packing == "stream":
             raise ConfigError(
@@ -73,7 +75,19 @@ class Source:
         self.corpus = Corpus(path, self.manifest, split)
         if data.packing == "best_fit":
             self._refuse_long_samples(batch.seq_len_tokens)
-        self.rows = make_rows(data.packing, self.corpus.lengths, batch.seq_len_tokens, seed)
+        before = read_before(data.after) if data.after else None
+        read = rows_read(before).get(self.manifest.fingerprint, 0) if before else 0
+        if before and read:
+            self.rows = LeftoverRows(
+                self.corpus.lengths,
+                batch.seq_len_tokens,
+                seed,
+                before_seq_len_tokens=before["seq_len_tokens"],
+                before_seed=before["seed"],
+                rows_read=read,
+            )
+        else:
+            self.rows = make_rows(data.packing, self.corpus.lengths, batch.seq_len_tokens, seed)
 
     def _refuse_long_samples(self, seq_len: int) -> None:
         too_long = int((self.corpus.lengths > seq_len).sum())
@@ -91,8 +105,8 @@ class Loader:
     """Gives each rank its share of every step.
 
     Step s holds the rows s * global_batch_rows and following, whatever the number of ranks and restarts. Within a step the rows
-    are dealt out by the cost of their attention, so that no rank has to wait for another: the dearest first, one to each rank,
-    the next round in the opposite direction.
+    are dealt out by the cost of their attention, so that no rank has to wait for another: the dearest first, in rounds of one
+    row for each rank, in each round the dearest to the rank that has least.
 
     Raises:
         ConfigError: the batch does not divide, the mixture can't be, or conversations would be cut.
@@ -160,8 +174,14 @@ class Loader:
             return list(numbers)
         costs = {number: row_cost(self.segments(number)[1]) for number in numbers}
         dearest_first = sorted(numbers, key=lambda number: (-costs[number], number))
-        rounds = [dearest_first[start : start + world] for start in range(0, len(numbers), world)]
-        return [dealt[self._rank if turn % 2 == 0 else world - 1 - self._rank] for turn, dealt in enumerate(rounds)]
+        shares: list[list[int]] = [[] for _ in range(world)]
+        loads = [0] * world
+        for start in range(0, len(numbers), world):
+            least_first = sorted(range(world), key=lambda rank: (loads[rank], rank))
+            for rank, number in zip(least_first, dearest_first[start : start + world], strict=True):
+                shares[rank].append(number)
+                loads[rank] += costs[number]
+        return shares[self._rank]
 
     def segments(self, number: int) -> tuple[Source, list[Segment]]:
         """The source of a row, by its global number, and what stands in it."""

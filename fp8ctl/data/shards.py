@@ -26,6 +26,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _INT32_CODE = 4
 # Token types that Megatron's own tool writes; ours are always int32.
 _TOKEN_TYPES: dict[int, np.dtype] = {_INT32_CODE: np.dtype("<i4"), 8: np.dtype("<u2")}
+_CHUNK_BYTES = 2**24
 _LONGEST = 2**31 - 1
 _REMAKE = "the shard was cut short or changed; prepare the data again"
 
@@ -184,6 +185,15 @@ def read_lengths(folder: Path, name: str) -> np.ndarray:
         return lengths
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return np.diff(ends[np.frombuffer(content, dtype="<i8", count=bounds, offset=sequences * 12)])
+
+
+def hash_file(path: Path) -> str:
+    """xxh3 (128 bits) of a file, as hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as f:
+        while chunk := f.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def count_trained(length: int, mask: np.ndarray | None) -> int:

@@ -39,7 +39,7 @@ def check_tags(messages: list[Message]) -> None:
         if message.get("reasoning_content"):
             raise BadRowError(f"turn {number} has reasoning_content, and {OPEN} tags in its content")
         if opened > 1 or closed > 1:
-            raise BadRowError(f"turn {number} opens {opened} and closes {closed} thoughts, one is allowed ")
+            raise BadRowError(f"turn {number} opens {opened} and closes {closed} thoughts, one is allowed", _HINT)
         if opened and not closed:
             raise BadRowError(f"turn {number} opens {OPEN} and does not close it", _HINT)
         if opened and text.index(CLOSE) < text.index(OPEN):

@@ -19,6 +19,7 @@ from fp8ctl.track.environment import collect_environment
 from fp8ctl.track.record import log_event, write_json
 from fp8ctl.track.sinks import Tracker
 from fp8ctl.worker.build import PlannedModel
+from fp8ctl.worker.parent import find_parent
 
 
 def write_provenance(
@@ -34,12 +35,14 @@ def write_provenance(
     """Writes env.json and plan.json, and the events that say what was chosen."""
     backend = {k: v for k, v in asdict(planned.backend).items() if v}
     attention = asdict(planned.attention)
+    parent = find_parent(config)
     facts = {
         "device": dist.device.type,
         "ranks": dist.world_size,
         "dtype": config.engine.dtype,
         "backend": backend,
         "attention": attention,
+        "parent": asdict(parent) if parent is not None else None,
         "compile": config.engine.compile if dist.device.type == "cuda" else "off",
     }
     write_json(paths.env, {**collect_environment(gpus=_gpus(dist), argv=shlex.split(command)), **facts})
@@ -55,6 +58,8 @@ def write_provenance(
     print(f"attention {attention['name']}: {attention['reason']}", file=sys.stderr)
     log_event(paths, "backend", step, **backend, plan=planned.plan.summary())
     log_event(paths, "attention", step, **attention)
+    if parent is not None and parent.step is not None:
+        print(f"weights of {parent.path} at step {parent.step}, with a fresh optimizer", file=sys.stderr)
     if resumed_from is not None:
         log_event(paths, "resumed", step, checkpoint=resumed_from.name)
 

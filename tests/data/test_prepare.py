@@ -611,9 +611,9 @@ def test_standard_library_and_reasoning_gym_to_batches(tmp_path: Path, smollm2_f
         Loader(DataConfig(path=str(tmp_path / kind), packing=packing), batch=batch, seed=1, rank=0, world_size=1)
         for kind, packing in (("cpt", "stream"), ("sft", "best_fit"))
     )
-    assert cpt.describe()["tokens"] > 2_000_000 and cpt.describe()["fill_share"] > 0.999
+    assert cpt.describe(2)["tokens"] > 2_000_000 and cpt.describe(2)["fill_share"] > 0.999
     assert Manifest.read(tmp_path / "sft").counters["dropped"] == {}
-    assert sft.describe()["fill_share"] > 0.95
+    assert sft.describe(2)["fill_share"] > 0.95
     for loader in (cpt, sft):
         first, second = loader.next_step()
         assert first.input_ids_T.shape == (1024,) and second.num_trainable > 0

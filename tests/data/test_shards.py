@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from fp8ctl.data.shards import ShardInfo, ShardReader, ShardWriter
+from fp8ctl.data.packing import StreamRows
+from fp8ctl.data.shards import ShardInfo, ShardReader, ShardWriter, read_lengths
 from fp8ctl.errors import DataError
 
 DOCUMENTS = [[5, 6, 7], [8], [70_000, 1, 2, 3]]
@@ -112,3 +113,39 @@ def test_damaged_files(tmp_path: Path, suffix: str, change, message: str) -> Non
         path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DataError, match=message):
         ShardReader(tmp_path, "train-00000", with_mask=True)
+
+
+def test_offsets_beyond_32_bits(tmp_path: Path) -> None:
+    """Three documents of almost 2^31 tokens: 25.8 GB, of which only the last few tokens are on the disk."""
+    longest = 2**31 - 2
+    lengths = np.full(3, longest, dtype="<i4")
+    pointers = np.arange(3, dtype="<i8") * longest * 4
+    bounds = np.arange(4, dtype="<i8")
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 3, 4)
+    (tmp_path / "s.idx").write_bytes(header + lengths.tobytes() + pointers.tobytes() + bounds.tobytes())
+    total = 3 * longest
+    assert total > 2**32
+    with open(tmp_path / "s.bin", "wb") as f:
+        f.truncate(4 * total)
+        f.seek(4 * (total - 3))
+        f.write(np.array([7, 8, 9], dtype="<i4").tobytes())
+        f.seek(4 * (2 * longest))
+        f.write(np.array([5], dtype="<i4").tobytes())
+    shard = ShardReader(tmp_path, "s", with_mask=False)
+    assert shard.starts.tolist() == [0, longest, 2 * longest, total]
+    assert shard.tokens(2, longest - 3).tolist() == [7, 8, 9] and shard.tokens(2, 0, 2).tolist() == [5, 0]
+    rows = StreamRows(read_lengths(tmp_path, "s"), 2**20, seed=0)
+    assert rows.rows_per_epoch == -(-total // 2**20)
+    seen = sorted((s for n in range(rows.rows_per_epoch) for s in rows.row(n)), key=lambda s: (s.document, s.start))
+    for document in range(3):
+        pieces = [s for s in seen if s.document == document]
+        ends = [s.start + s.length for s in pieces]
+        assert [s.start for s in pieces] == [0, *ends[:-1]] and ends[-1] == longest
+
+
+def test_a_document_too_long_for_the_format(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "s", with_mask=False)
+    ids = np.broadcast_to(np.zeros(1, dtype=np.int32), (2**31,))  # takes no memory
+    with pytest.raises(DataError, match="a document has 2,147,483,648 tokens, the format has room for 2,147,483,647"):
+        writer.add(ids)
+    writer.abandon()

@@ -114,6 +114,7 @@ def test_sniff() -> None:
         (gzip.compress(b"a" * 257 + b"ustar" + b"\0" * 300), "is an archive of several files", "unpack it"),
         (gzip.compress(gzip.compress(TEXT)), "is compressed twice", "unpack it once"),
     ],
+    ids=["utf-16", "utf-16-le", "utf-16-be in gzip", "parquet", "zip", "tar in gzip", "gzip in gzip"],
 )
 def test_what_is_no_text(tmp_path: Path, content: bytes, message: str, hint: str) -> None:
     (tmp_path / "a").write_bytes(content)
