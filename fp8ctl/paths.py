@@ -45,6 +45,7 @@ class RunPaths:
         self.logs = self.root / "logs"
         self.checkpoints = self.root / "checkpoints"
         self.eval = self.root / "eval"
+        self.read_before = self.root / "read_before.json"
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint written after `step` optimizer steps."""

@@ -206,6 +206,12 @@ def _data(data: DataConfig) -> list[Problem]:
         return [Problem("data.path", "no data", "set data.path=FOLDER, a data set made by `fp8ctl data prep`")]
     if len(given) > 1:
         return [Problem("data", f"{' and '.join(given)} are both set", "keep one of path, sources and phases")]
+    if data.after and data.packing != "stream":
+        return [
+            Problem(
+                "data.after", "packs of whole samples can't be gone on with", "leave it out, or set data.packing=stream"
+            )
+        ]
     starts = [phase.from_step for phase in data.phases]
     if starts and (starts[0] != 0 or sorted(set(starts)) != starts):
         return [

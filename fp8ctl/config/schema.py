@@ -105,6 +105,8 @@ class DataConfig(Settings):
     phases: tuple[PhaseConfig, ...] = ()
     """Mixtures by step, for example one for the stable and one for the decaying part of a WSD schedule. A resumed run may add a phase that
     begins where it stands; each source goes on where it was."""
+    after: str | None = None
+    """A run, or one of its checkpoints: begin with what it has not read of its epoch, whatever its row length was (packing stream)."""
     packing: Literal["stream", "best_fit"] = "stream"
     """stream: documents follow each other and are cut at row ends (CPT). best_fit: whole samples share rows (SFT)."""
     prefetch_steps: int = Field(default=2, ge=0)

@@ -13,9 +13,10 @@ import torch
 from fp8ctl.config.constants import IGNORE_INDEX
 from fp8ctl.config.schema import BatchConfig, DataConfig
 from fp8ctl.data.corpus import Corpus
+from fp8ctl.data.leftover import LeftoverRows, read_before, rows_read
 from fp8ctl.data.manifest import Manifest
 from fp8ctl.data.mixing import make_mixture, source_paths, too_many_epochs
-from fp8ctl.data.packing import Segment, make_rows, row_cost
+from fp8ctl.data.packing import Rows, Segment, make_rows, row_cost
 from fp8ctl.data.prefetch import Ahead
 from fp8ctl.errors import ConfigError, DataError
 
@@ -64,6 +65,7 @@ class Source:
 
     def __init__(self, path: str, data: DataConfig, batch: BatchConfig, seed: int, split: str) -> None:
         self.path = path
+        self.rows: Rows
         self.manifest = Manifest.read(path)
         if self.manifest.kind == "sft" and data.packing == "stream":
             raise ConfigError(
@@ -73,7 +75,19 @@ class Source:
         self.corpus = Corpus(path, self.manifest, split)
         if data.packing == "best_fit":
             self._refuse_long_samples(batch.seq_len_tokens)
-        self.rows = make_rows(data.packing, self.corpus.lengths, batch.seq_len_tokens, seed)
+        before = read_before(data.after) if data.after else None
+        read = rows_read(before).get(self.manifest.fingerprint, 0) if before else 0
+        if before and read:
+            self.rows = LeftoverRows(
+                self.corpus.lengths,
+                batch.seq_len_tokens,
+                seed,
+                before_seq_len_tokens=before["seq_len_tokens"],
+                before_seed=before["seed"],
+                rows_read=read,
+            )
+        else:
+            self.rows = make_rows(data.packing, self.corpus.lengths, batch.seq_len_tokens, seed)
 
     def _refuse_long_samples(self, seq_len: int) -> None:
         too_long = int((self.corpus.lengths > seq_len).sum())

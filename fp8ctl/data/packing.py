@@ -47,9 +47,12 @@ class StreamRows:
     def row(self, number: int) -> list[Segment]:
         """See `Rows.row`."""
         epoch, place = divmod(number, self.rows_per_epoch)
-        order, ends, shuffled = self._epoch(epoch)
-        at = int(shuffled[place]) * self._seq_len
-        stop = min(at + self._seq_len, self._total)
+        at = int(self._epoch(epoch)[2][place]) * self._seq_len
+        return self.segments(epoch, at, min(at + self._seq_len, self._total))
+
+    def segments(self, epoch: int, at: int, stop: int) -> list[Segment]:
+        """Tokens at .. stop of an epoch's stream."""
+        order, ends, _ = self._epoch(epoch)
         segments = []
         index = int(np.searchsorted(ends, at, side="right"))
         while at < stop:
@@ -61,6 +64,14 @@ class StreamRows:
             at += taken
             index += 1
         return segments
+
+    def unread(self, epoch: int, rows_read: int) -> tuple[np.ndarray, np.ndarray]:
+        """Starts and ends (int64, shape [pieces]) of what an epoch's rows after the first `rows_read` hold, in the order of its stream."""
+        left = np.sort(self._epoch(epoch)[2][rows_read:].astype(np.int64))
+        follows = np.diff(left, prepend=-2) == 1
+        starts = left[~follows] * self._seq_len
+        ends = (left[np.append(~follows[1:], [True] if len(left) else [])] + 1) * self._seq_len
+        return starts, np.minimum(ends, self._total)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if epoch not in self._epochs:

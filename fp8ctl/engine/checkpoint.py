@@ -38,6 +38,7 @@ from torch import Tensor
 from fp8ctl.engine.dist import Dist
 from fp8ctl.engine.engine import Engine, quiet
 from fp8ctl.engine.manifest import (
+    CLIENT_STATE,
     MANIFEST,
     WEIGHTS,
     CheckpointManifest,
@@ -52,7 +53,6 @@ from fp8ctl.errors import CheckpointError, Fp8ctlError
 __all__ = ["latest", "load_checkpoint", "prune", "save_checkpoint"]
 
 _DEEPSPEED = "deepspeed"
-_CLIENT_STATE = "client_state.json"
 _NUMPY_DTYPES = [
     type(numpy.dtype(name)) for name in ("uint8", "uint32", "uint64", "int32", "int64", "float32", "float64")
 ]
@@ -93,7 +93,7 @@ def save_checkpoint(
         weights = engine.gather_weights(torch.bfloat16)
         with _together(dist, folder, on_main_only=True) as active:
             if active:
-                (temporary / _CLIENT_STATE).write_text(json.dumps(client_state, indent=1) + "\n", encoding="utf-8")
+                (temporary / CLIENT_STATE).write_text(json.dumps(client_state, indent=1) + "\n", encoding="utf-8")
                 write_weights(weights, weights_folder)
         del weights
         names = dist.broadcast_object(_list_files(temporary) if dist.is_main else None)
@@ -129,7 +129,7 @@ def load_checkpoint(
         _check_engine(engine, folder, manifest)
         check_contents(folder, manifest, _share(sorted(manifest.files), dist))
     with _together(dist, folder, doing="load"):
-        client_state = json.loads((folder / _CLIENT_STATE).read_text(encoding="utf-8"))
+        client_state = json.loads((folder / CLIENT_STATE).read_text(encoding="utf-8"))
         _check_shape(folder, client_state.get("shape"), shape)
         rank_state = _load(folder / "ranks" / _rank_file(dist.rank))
     with _files(engine):

@@ -21,6 +21,7 @@ from fp8ctl.paths import RunPaths
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"
+CLIENT_STATE = "client_state.json"
 SCHEMA = 1
 _CHUNK_BYTES = 1 << 22
 

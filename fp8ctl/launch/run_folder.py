@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fp8ctl.config.checks import check_train
 from fp8ctl.config.compose import change, compose, dump, load
 from fp8ctl.config.schema import DataConfig, MixSource, TrainConfig
-from fp8ctl.engine.manifest import find_weights, latest
+from fp8ctl.engine.manifest import CLIENT_STATE, find_weights, latest
 from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.launch.length import drop_what_is_overridden
 from fp8ctl.paths import RunPaths
 from fp8ctl.track.redact import secret_places
+
+if TYPE_CHECKING:
+    from fp8ctl.data.loader import Loader
 
 RUNS_ROOT = Path("runs")
 _CHANGEABLE_ON_RESUME = (
@@ -25,6 +31,11 @@ _CHANGEABLE_ON_RESUME = (
     "launch.grace_s",
     "launch.collective_timeout_s",
     "precision.require_fp8",
+    # what was read must stay what it was, which the loader sees to; what comes next may change
+    "data.path",
+    "data.sources",
+    "data.phases",
+    "data.prefetch_steps",
 )
 
 
@@ -59,6 +70,11 @@ def settings_for(
         config = config.model_copy(
             update={"model": config.model.model_copy(update={"path": str(_weights(Path(config.model.path)))})}
         )
+    if config.data.after is not None:
+        after = _client_state(Path(config.data.after))
+        config = config.model_copy(update={"data": config.data.model_copy(update={"after": str(after)})})
+    if resume:
+        config = config.model_copy(update={"data": _with_absolute_paths(config.data)})
     check_train(config)
     return config
 
@@ -77,7 +93,6 @@ def check_inputs(config: TrainConfig) -> list[str]:
     """
     import torch
 
-    from fp8ctl.data.loader import Loader
     from fp8ctl.worker.build import check_data, choose_kernels, model_shape, plan_of
     from fp8ctl.worker.parent import check_hand_off
 
@@ -87,13 +102,7 @@ def check_inputs(config: TrainConfig) -> list[str]:
     if config.engine.device == "cpu" or not torch.cuda.is_available():
         # On a GPU it takes a trial, which is left to the ranks: this process would hold memory there as long as they run
         choose_kernels(config, shape, plan, torch.device("cpu"))
-    loader = Loader(
-        config.data.model_copy(update={"prefetch_steps": 0}),
-        batch=config.batch,
-        seed=config.seed,
-        rank=0,
-        world_size=config.launch.num_ranks,
-    )
+    loader = _loader(config)
     return [*check_hand_off(config), *loader.warnings(config.loop.num_steps)]
 
 
@@ -121,6 +130,12 @@ def create_run_folder(config: TrainConfig) -> tuple[TrainConfig, RunPaths]:
             "data": _with_absolute_paths(config.data),
         }
     )
+    if config.data.after is not None:
+        # a copy: the other run may go on, and removes old checkpoints
+        paths.read_before.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(config.data.after, paths.read_before)
+        data = resolved.data.model_copy(update={"after": str(paths.read_before)})
+        resolved = resolved.model_copy(update={"data": data})
     _write_config(resolved, paths)
     return resolved, paths
 
@@ -143,6 +158,7 @@ def resume_run(config: TrainConfig) -> tuple[RunPaths, Path]:
 
     Raises:
         CheckpointError: the run has no complete checkpoint.
+        DataError: other data than the run has read.
     """
     assert config.run_dir is not None, "settings_for asks for it"
     paths = RunPaths(Path(config.run_dir).resolve())
@@ -151,8 +167,22 @@ def resume_run(config: TrainConfig) -> tuple[RunPaths, Path]:
         raise CheckpointError(
             f"nothing to resume: no complete checkpoint in {paths.checkpoints}", "start the run anew in another folder"
         )
+    client_state = json.loads((checkpoint / CLIENT_STATE).read_text(encoding="utf-8"))
+    _loader(config).load_state_dict(client_state["loader"])
     _write_config(config.model_copy(update={"run_dir": str(paths.root)}), paths)
     return paths, checkpoint
+
+
+def _loader(config: TrainConfig) -> Loader:
+    from fp8ctl.data.loader import Loader
+
+    return Loader(
+        config.data.model_copy(update={"prefetch_steps": 0}),
+        batch=config.batch,
+        seed=config.seed,
+        rank=0,
+        world_size=config.launch.num_ranks,
+    )
 
 
 def _refuse_started(paths: RunPaths) -> None:
@@ -183,6 +213,19 @@ def _refuse_new_identity(overrides: Sequence[str]) -> None:
             f"{', '.join(fixed)} can't change when a run is resumed",
             "only loop, monitor and track settings can; start a new run for the rest",
         )
+
+
+def _client_state(path: Path) -> Path:
+    """A run or checkpoint folder stands for the record of what had been read when the checkpoint was written."""
+    if path.is_file():
+        return path.resolve()
+    try:
+        checkpoint = find_weights(path).resolve().parent
+    except CheckpointError as e:
+        raise ConfigError(f"data.after: {e.message}", "give a run folder or one of its checkpoints") from None
+    if not (checkpoint / CLIENT_STATE).is_file():
+        raise ConfigError(f"data.after: {path} is no run", "give a run folder or one of its checkpoints")
+    return checkpoint / CLIENT_STATE
 
 
 def _weights(path: Path) -> Path:

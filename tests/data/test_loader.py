@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import collections
+import json
 import math
 import threading
 from pathlib import Path
@@ -12,6 +14,7 @@ from pydantic import ValidationError
 
 from fp8ctl.config.constants import IGNORE_INDEX
 from fp8ctl.config.schema import BatchConfig, DataConfig, MixSource, PhaseConfig
+from fp8ctl.data.leftover import read_before, rows_read
 from fp8ctl.data.loader import Loader, PackedBatch
 from fp8ctl.data.manifest import Manifest
 from fp8ctl.data.packing import row_cost
@@ -340,6 +343,65 @@ def test_a_checkpoint_from_before_mixtures(three: list[Path]) -> None:
     assert rows_of(data.next_step()) == rows_of(expected.next_step())
     with pytest.raises(DataError, match="reading with another data set"):
         mixed(DataConfig(path=str(three[1]))).load_state_dict(old)
+
+
+# ------------------------------------------------------------ going on after another run
+
+
+@pytest.mark.parametrize(("before", "after"), [(16, 64), (16, 16), (64, 16), (16, 24)])
+@pytest.mark.parametrize("steps", [0, 1, 7, 30])
+def test_another_row_length_reads_what_was_not_read(tmp_path: Path, before: int, after: int, steps: int) -> None:
+    """Each token of the epoch once: with what the first run read, and then whole epochs."""
+    texts = documents(60)
+    path = make_data(tmp_path / "d", [[2 + i] * len(t) for i, t in enumerate(texts)])
+    first = loader(path, seq_len=before, rows=2)
+    read = [b for _ in range(steps) for b in first.next_step()]
+    (tmp_path / "client_state.json").write_text(json.dumps({"loader": first.state_dict(), "step": steps}))
+    data = DataConfig(path=str(path), after=str(tmp_path / "client_state.json"))
+    second = mixed(data, rows=1, seq_len=after, seed=9)
+    epochs = steps * 2 // first.rows_per_epoch
+    whole = collections.Counter(t for i, text in enumerate(texts) for t in [2 + i] * len(text))
+    seen: collections.Counter[int] = collections.Counter()
+    for b in read:
+        seen.update(b.input_ids_T[: b.num_tokens].tolist())
+    rows = len(second.sources[0].rows._rows) if steps else 0  # type: ignore[attr-defined]
+    for _ in range(rows + second.rows_per_epoch):
+        (b,) = second.next_step()
+        check(b)
+        seen.update(b.input_ids_T[: b.num_tokens].tolist())
+    second.close()
+    expected = epochs + (2 if steps else 1)
+    assert seen == collections.Counter({token: expected * number for token, number in whole.items()})
+
+
+def test_a_mixture_goes_on_with_each_source(three: list[Path], tmp_path: Path) -> None:
+    first = mixed(phases(three))
+    for _ in range(7):
+        first.next_step()
+    (tmp_path / "s.json").write_text(json.dumps(first.state_dict()))
+    taken = dict(zip((s.manifest.fingerprint for s in first.sources), first.mixture.counts(56), strict=True))
+    assert rows_read(read_before(str(tmp_path / "s.json"))) == taken
+    second = mixed(DataConfig(sources=mix((three[2], 1), (three[0], 1)), after=str(tmp_path / "s.json")), seq_len=32)
+    for source in second.sources:
+        left = source.rows.row(0)
+        before = first.sources[[s.path for s in first.sources].index(source.path)]
+        read = {
+            (d, t)
+            for n in range(taken[before.manifest.fingerprint])
+            for d, at, k in before.rows.row(n)
+            for t in range(at, at + k)
+        }
+        assert left and not any((d, t) in read for d, at, k in left for t in range(at, at + k))
+
+
+def test_what_is_no_record_of_reading(three: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text("{}")
+    for path, reason in (
+        (tmp_path / "s.json", "it says nothing of what was read"),
+        (tmp_path / "absent", "No such file"),
+    ):
+        with pytest.raises(DataError, match=f"is no checkpoint's record: .*{reason}"):
+            mixed(DataConfig(path=str(three[0]), after=str(path)))
 
 
 # ------------------------------------------------------------ making batches ahead
