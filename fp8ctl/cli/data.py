@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8ctl.cli import data_lists
+from fp8ctl.cli import data_lists, data_sft
 from fp8ctl.cli.console import say, stdout
 from fp8ctl.cli.options import AsJson, Overrides
 from fp8ctl.cli.progress import progress
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Prepare training data and look at it.", no_args_is_help=True)
 PERCENTILES = (5, 50, 95, 100)
 app.command("dedup")(data_lists.dedup)
+app.command("decontaminate")(data_lists.decontaminate)
 Folder = Annotated[Path, typer.Argument(help="Data set folder.")]
 
 
@@ -118,6 +119,18 @@ def stats(path: Folder, as_json: AsJson = False) -> None:
     stdout().print(table)
     for warning in figures["warnings"]:
         stdout().print(f"warning: {warning}", markup=False, highlight=False)
+
+
+@app.command()
+def inspect(
+    words: data_sft.Words = None,
+    sft: data_sft.Sft = True,
+    seq_len: data_sft.SeqLen = 32_768,
+    rows: data_sft.MaxRows = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a preparation would make of raw conversations: fp8ctl data inspect --sft FILES tokenizer=FOLDER max_tokens=32768."""
+    data_sft.inspect_sft(words or [], seq_len, rows, as_json)
 
 
 @app.command()

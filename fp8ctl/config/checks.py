@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8ctl.config.data_schema import DataPrepConfig, DedupConfig
+from fp8ctl.config.data_schema import DataPrepConfig, DecontaminateConfig, DedupConfig
 from fp8ctl.config.problems import Problem, raise_problems
 from fp8ctl.config.schema import DataConfig, ModelShape, PrecisionConfig, TrainConfig
 
@@ -224,10 +224,10 @@ def _data(data: DataConfig) -> list[Problem]:
     ]
 
 
-def check_data_prep(config: DataPrepConfig) -> None:
-    """Raises ConfigError with everything that does not fit together in a data preparation."""
+def check_data_prep(config: DataPrepConfig, *, writes: bool = True) -> None:
+    """Raises ConfigError with everything that does not fit together in a data preparation (`writes`: one that is carried out)."""
     problems: list[Problem] = []
-    if not config.out:
+    if writes and not config.out:
         problems.append(Problem("out", "no folder to write to", "set out=FOLDER"))
     if not config.tokenizer:
         problems.append(Problem("tokenizer", "no tokenizer", "set tokenizer=FOLDER, a Hugging Face model folder"))
@@ -239,18 +239,38 @@ def check_data_prep(config: DataPrepConfig) -> None:
 def check_scan(config: DedupConfig) -> None:
     """Raises ConfigError with everything that does not fit together in the settings of a command that looks through sources."""
     problems: list[Problem] = []
-    if not config.out:
+    if writes and not config.out:
         problems.append(Problem("out", "no folder to write to", "set out=FOLDER"))
     raise_problems(problems + _sources(config))
 
 
-def _sources(config: DataPrepConfig | DedupConfig) -> list[Problem]:
+def check_decontaminate(config: DecontaminateConfig) -> None:
+    """Raises ConfigError with everything that does not fit together in a search for eval items."""
+    problems: list[Problem] = []
+    if not config.against:
+        problems.append(Problem("against", "no eval sets", "set against=[FILES]"))
+    if config.mode == "drop" and not config.out:
+        problems.append(Problem("out", "mode=drop writes an exclusion list", "set out=FOLDER, or mode=tag"))
+    if config.ngram_words and config.min_words and config.min_words > config.ngram_words:
+        problems.append(Problem("min_words", "it is above ngram_words", "set min_words at or below ngram_words"))
+    raise_problems(problems + _sources(config))
+
+
+def _sources(config: DataPrepConfig | DedupConfig | DecontaminateConfig) -> list[Problem]:
     problems: list[Problem] = []
     if not config.sources:
         problems.append(
             Problem(
                 "sources", "no sources", "choose data=cpt_local or data=sft_local and set its paths, see docs/data.md"
             )
+        )
+    if config.default_system == "none" and config.system_prompt is not None:
+        problems.append(
+            Problem("default_system", "none is asked for, and a system_prompt too", "set system_prompt=null or default_system=keep")
+        )
+    if config.over_length != "drop" and config.max_tokens is None:
+        problems.append(
+            Problem("over_length", f"{config.over_length} needs a length", "set max_tokens, the longest sample that is allowed")
         )
     for i, source in enumerate(config.sources):
         where = f"sources.{i}"

@@ -139,3 +139,34 @@ class DedupConfig(Settings):
     """Processes that read; the result does not depend on it."""
     task_mb: PositiveInt | None = None
     """MiB of input in one task; default: a 64th of all, between 16 and 512."""
+
+
+class DecontaminateConfig(Settings):
+    """Settings of `fp8ctl data decontaminate`."""
+
+    kind: Literal["cpt", "sft"] = "cpt"
+    """cpt: whole documents are searched. sft: what is not the assistant's, over all turns."""
+    sources: tuple[SourceConfig, ...] = ()
+    """What to look through."""
+    against: tuple[str, ...] = ()
+    """Files of eval sets (JSONL, JSON, Parquet, or text with one item a line), compressed or not; folders, patterns."""
+    against_fields: tuple[str, ...] = ()
+    """Fields of an eval item that are searched for; default: those of question, problem, prompt, instruction, input, query, text,
+    content and messages that it has."""
+    out: str | None = None
+    """Folder to write to: the exclusion list (mode=drop), report.json and matches.jsonl. Needed for mode=drop."""
+    mode: Literal["drop", "tag", "fail"] = "drop"
+    """drop: an exclusion list for `fp8ctl data prep exclude=[FOLDER]`. tag: only the report. fail: the report, and exit code 1 when
+    anything matched."""
+    ngram_words: PositiveInt | None = None
+    """Words in a row that an eval item and a row must have in common; default: 13 for cpt, 8 for sft."""
+    min_words: PositiveInt | None = None
+    """An eval item that is shorter than ngram_words is searched for as a whole if it has this many words; default: 8 for cpt, 5 for sft."""
+    fuzzy_ratio: float | None = Field(default=95.0, gt=0.0, le=100.0)
+    """sft: short prompts this similar (in percent) to a short eval item match too (extra `dedup`); null: only exact word sequences."""
+    fuzzy_max_chars: PositiveInt = 400
+    """sft: prompts and eval items up to this long are short."""
+    num_workers: PositiveInt = 1
+    """Processes that read; the result does not depend on it."""
+    task_mb: PositiveInt | None = None
+    """MiB of input in one task; default: a 64th of all, between 16 and 512."""
