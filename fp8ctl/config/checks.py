@@ -266,11 +266,19 @@ def _sources(config: DataPrepConfig | DedupConfig | DecontaminateConfig) -> list
         )
     if config.default_system == "none" and config.system_prompt is not None:
         problems.append(
-            Problem("default_system", "none is asked for, and a system_prompt too", "set system_prompt=null or default_system=keep")
+            Problem(
+                "default_system",
+                "none is asked for, and a system_prompt too",
+                "set system_prompt=null or default_system=keep",
+            )
         )
     if config.over_length != "drop" and config.max_tokens is None:
         problems.append(
-            Problem("over_length", f"{config.over_length} needs a length", "set max_tokens, the longest sample that is allowed")
+            Problem(
+                "over_length",
+                f"{config.over_length} needs a length",
+                "set max_tokens, the longest sample that is allowed",
+            )
         )
     for i, source in enumerate(config.sources):
         where = f"sources.{i}"

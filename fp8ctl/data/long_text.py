@@ -50,7 +50,10 @@ class _Tokens:
 # Spaces and line ends as vocabularies write them: \u0120 and \u010a in those of bytes, \u2581 in those of sentencepiece.
 _PLACES = (
     _Place(re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])"), re.compile("[A-Za-z][ \u0120\u2581]")),
-    _Place(re.compile(r"(?<=\n)(?=[^\s])"), re.compile("[\n\u010a][^ \r\n\t\x0b\x0c\u0120\u2581\u010a\u010d\u0109\u010b\u010c]")),
+    _Place(
+        re.compile(r"(?<=\n)(?=[^\s])"),
+        re.compile("[\n\u010a][^ \r\n\t\x0b\x0c\u0120\u2581\u010a\u010d\u0109\u010b\u010c]"),
+    ),
 )
 
 
@@ -101,7 +104,9 @@ class LongText:
     def _cut(self, text: str, first: int, last: int) -> tuple[int, int] | None:
         """End of one piece and start of the next, which leaves out a space where the tokenizer puts one there itself."""
         for place in self._places:
-            found = [m for m, _ in zip(place.pattern.finditer(text, first, min(last, len(text) - 1)), range(4), strict=False)]
+            found = [
+                m for m, _ in zip(place.pattern.finditer(text, first, min(last, len(text) - 1)), range(4), strict=False)
+            ]
             for match in found:
                 at = match.start()
                 for start_of_next in (at, at + 1) if text[at] == " " else (at,):
