@@ -85,8 +85,8 @@ class DataPrepConfig(Settings):
     """think: OpenThoughts' markers become <think> tags, and reasoning_content moves into the answer as <think>. keep: neither (SFT)."""
     check_thoughts: bool = True
     """Quarantine answers whose <think> tags are not closed, nested, repeated or behind text; false takes tags as any other text."""
-    control_tokens: Literal["refuse", "text"] = "refuse"
-    """Control tokens written in a conversation, which could forge a turn. refuse: quarantine it. text: encode them as plain text."""
+    chat_control_tokens: Literal["refuse", "text"] = "refuse"
+    """Control tokens written in a conversation (SFT), which could forge a turn. refuse: quarantine it. text: encode them as plain text."""
     max_tokens: PositiveInt | None = None
     """Longest SFT sample in tokens, see `over_length`; CPT documents are never cut."""
     over_length: Literal["drop", "error", "truncate_tail", "split"] = "drop"
