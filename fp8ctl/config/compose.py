@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fp8ctl.config.bench_schema import BenchArmConfig, BenchGemmConfig, BenchStepConfig
+from fp8ctl.config.bench_schema import BenchArmConfig, BenchDataConfig, BenchGemmConfig, BenchStepConfig
 from fp8ctl.config.data_schema import DataPrepConfig, DecontaminateConfig, DedupConfig
 from fp8ctl.config.problems import Problem, nearest, raise_problems
 from fp8ctl.config.schema import EvalConfig, TrainConfig
@@ -30,6 +30,7 @@ COMMANDS: dict[str, type[Settings]] = {
     "data_decontaminate": DecontaminateConfig,
     "eval": EvalConfig,
     "bench_gemm": BenchGemmConfig,
+    "bench_data": BenchDataConfig,
     "bench_step": BenchStepConfig,
     "bench_arm": BenchArmConfig,
 }
