@@ -233,6 +233,11 @@ def check_data_prep(config: DataPrepConfig, *, writes: bool = True) -> None:
         problems.append(Problem("tokenizer", "no tokenizer", "set tokenizer=FOLDER, a Hugging Face model folder"))
     if config.executor == "slurm" and not config.cluster.partition:
         problems.append(Problem("cluster.partition", "Slurm needs one", "set cluster.partition=NAME, see `sinfo`"))
+    raise_problems(problems + _rendering(config) + _sources(config))
+
+
+def _rendering(config: DataPrepConfig) -> list[Problem]:
+    problems: list[Problem] = []
     if config.default_system == "none" and config.system_prompt is not None:
         problems.append(
             Problem(
@@ -249,7 +254,7 @@ def check_data_prep(config: DataPrepConfig, *, writes: bool = True) -> None:
                 "set max_tokens, the longest sample that is allowed",
             )
         )
-    raise_problems(problems + _sources(config))
+    return problems
 
 
 def check_scan(config: DedupConfig) -> None:
@@ -287,7 +292,9 @@ def _sources(config: DataPrepConfig | DedupConfig | DecontaminateConfig) -> list
     if not config.sources:
         problems.append(
             Problem(
-                "sources", "no sources", "choose data=cpt_local or data=sft_local and set its paths, see docs/data.md"
+                "sources",
+                "no sources",
+                "choose source=cpt_local or source=sft_local and set its paths, see docs/data.md",
             )
         )
     for i, source in enumerate(config.sources):

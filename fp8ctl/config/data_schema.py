@@ -68,6 +68,12 @@ class DataPrepConfig(Settings):
     """Folders of exclusion lists that `fp8ctl data dedup` and `fp8ctl data decontaminate` wrote: rows that are left out and counted."""
     append_eos: bool = True
     """End each document with the tokenizer's end-of-text token (CPT)."""
+    prepend_bos: bool = False
+    """Begin each document with the tokenizer's begin-of-text token (CPT)."""
+    control_tokens: Literal["text", "ids_unless_special", "ids"] = "text"
+    """What becomes of control tokens that are written in documents (CPT), as `<|im_end|>` in a page about chat models. text: they are
+    encoded as the characters they are made of. ids_unless_special: those that the tokenizer does not flag as special (often `<think>`
+    and tags of tools) become their ids. ids: all do."""
     chat_template: str | None = None
     """Name of a template in templates/chat or a path; default: the tokenizer's own (SFT)."""
     system_prompt: str | None = None
@@ -79,8 +85,8 @@ class DataPrepConfig(Settings):
     """think: OpenThoughts' markers become <think> tags, and reasoning_content moves into the answer as <think>. keep: neither (SFT)."""
     check_thoughts: bool = True
     """Quarantine answers whose <think> tags are not closed, nested, repeated or behind text; false takes tags as any other text."""
-    control_tokens: Literal["refuse", "text"] = "refuse"
-    """Control tokens written in a conversation, which could forge a turn. refuse: quarantine it. text: encode them as plain text."""
+    chat_control_tokens: Literal["refuse", "text"] = "refuse"
+    """Control tokens written in a conversation (SFT), which could forge a turn. refuse: quarantine it. text: encode them as plain text."""
     max_tokens: PositiveInt | None = None
     """Longest SFT sample in tokens, see `over_length`; CPT documents are never cut."""
     over_length: Literal["drop", "error", "truncate_tail", "split"] = "drop"
