@@ -86,7 +86,8 @@ def refuse_control_tokens(values: list[Any], tokenizer: TextTokenizer) -> None:
         _refuse_marks(text)
         if found := tokenizer.special_pattern.search(text):
             raise BadRowError(
-                f"a message holds the control token {found.group()}", "chat_control_tokens=text encodes it as the text it is"
+                f"a message holds the control token {found.group()}",
+                "chat_control_tokens=text encodes it as the text it is",
             )
 
 
