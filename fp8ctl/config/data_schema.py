@@ -170,3 +170,20 @@ class DecontaminateConfig(Settings):
     """Processes that read; the result does not depend on it."""
     task_mb: PositiveInt | None = None
     """MiB of input in one task; default: a 64th of all, between 16 and 512."""
+
+
+class InspectConfig(Settings):
+    """Settings of `fp8ctl data inspect`."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    """What to look at; `fp8ctl data inspect FILES` fills it in."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer to count with; default: tokens are estimated from characters, and the time to prepare is not."""
+    text_field: str | None = None
+    """Field that must hold text; default: what the rows suggest, text or a conversation."""
+    sample_rows: PositiveInt = 2000
+    """Rows to look at, from the beginning, and where a file can be entered there from the middle, of up to 32 files."""
+    max_missing_share: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Largest share of sampled rows without text or conversation before the command exits with 1."""
+    num_workers: PositiveInt = 1
+    """Processes that the time to prepare is told for."""
