@@ -85,7 +85,7 @@ def test_cpt(tmp_path: Path, tokenizer_folder: Path) -> None:
         "documents": {"train": manifest.documents("train"), "validation": manifest.documents("validation")},
         "dropped": {"empty": 2},
         "dropped_tokens": {},
-        "notes": {},
+        "notes": {"control_text": 1},
         "bad": 0,
     }
     train, validation = (split_texts(out, tokenizer_folder, s) for s in ("train", "validation"))
