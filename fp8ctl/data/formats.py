@@ -170,6 +170,8 @@ class _Framing:
             elif sign in b"]}":
                 self._depth -= 1
                 if self._depth == 0:
+                    if self._in_list and sign == b"}":
+                        raise DamagedError("a list is closed by a brace: a bracket is missing")
                     item = self._take(self._pos - 1 if self._in_list else self._pos)
                     self._in_list = False
                     return item

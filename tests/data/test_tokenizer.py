@@ -154,3 +154,14 @@ def test_begin_of_text(tokenizer_folder: Path, tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).bos_id is None
     (tmp_path / "config.json").write_text('{"bos_token_id": 2}')
     assert load_tokenizer(tmp_path).bos_id == 2
+
+
+def test_control_tokens_that_cannot_be_text(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "<nothing>": 1}, unk_token="<nothing>"))
+    backend.add_special_tokens(["<nothing>"])
+    tokenizer = load_tokenizer(saved(tmp_path, backend))
+    assert tokenizer.encode_documents(["a"])[0].tolist() == [0]  # what stands for the unknown may come
+    backend = Tokenizer(models.WordLevel({"a": 0, "<nothing>": 1}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["a"])
+    assert load_tokenizer(saved(tmp_path, backend)).encode_documents(["b a"])[0].tolist() == [0, 0]
