@@ -70,7 +70,7 @@ class DataPrepConfig(Settings):
     """End each document with the tokenizer's end-of-text token (CPT)."""
     prepend_bos: bool = False
     """Begin each document with the tokenizer's begin-of-text token (CPT)."""
-    control_tokens: Literal["text", "ids_unless_special", "ids"] = "text"
+    document_control_tokens: Literal["text", "ids_unless_special", "ids"] = "text"
     """What becomes of control tokens that are written in documents (CPT), as `<|im_end|>` in a page about chat models. text: they are
     encoded as the characters they are made of. ids_unless_special: those that the tokenizer does not flag as special (often `<think>`
     and tags of tools) become their ids. ids: all do."""
