@@ -9,15 +9,20 @@ from typing import Annotated
 import typer
 
 from fp8ctl.cli.console import stdout
-from fp8ctl.cli.options import AsJson
 from fp8ctl.cli.source_words import with_sources
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="FILES... tokenizer=FOLDER [OVERRIDES]...", help="Input files, and SETTING=VALUE of data prep.", show_default=False),
+    typer.Argument(
+        metavar="FILES... tokenizer=FOLDER [OVERRIDES]...",
+        help="Input files, and SETTING=VALUE of data prep.",
+        show_default=False,
+    ),
 ]
 Sft = Annotated[bool, typer.Option("--sft", help="The files hold conversations.")]
-SeqLen = Annotated[int, typer.Option("--seq-len", min=1, help="Length in tokens of the rows that samples are packed into.")]
+SeqLen = Annotated[
+    int, typer.Option("--seq-len", min=1, help="Length in tokens of the rows that samples are packed into.")
+]
 MaxRows = Annotated[int | None, typer.Option("--rows", min=1, help="Read no more rows than this.", show_default=False)]
 
 
