@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Prepare training data and look at it.", no_args_is_help=True)
 PERCENTILES = (5, 50, 95, 100)
 app.command("dedup")(data_lists.dedup)
+app.command("decontaminate")(data_lists.decontaminate)
 Folder = Annotated[Path, typer.Argument(help="Data set folder.")]
 
 

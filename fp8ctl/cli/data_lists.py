@@ -57,6 +57,51 @@ def dedup(words: Words = None, as_json: AsJson = False) -> None:
     _tell_rest(report, str(config.out))
 
 
+def decontaminate(words: Words = None, as_json: AsJson = False) -> None:
+    """Rows that hold items of eval sets: fp8ctl data decontaminate FILES against=[EVAL_FILES] out=FOLDER.
+
+    Then fp8ctl data prep exclude=[FOLDER]; mode=tag only reports, mode=fail exits 1 when anything matched.
+    """
+    from fp8ctl.config.compose import compose
+    from fp8ctl.data.decontaminate import decontaminate as run
+
+    config = compose("data_decontaminate", with_sources(words or []))
+    with progress("MiB read") as tell:
+        report = run(config, lambda done, total, rows: tell(done >> 20, (total >> 20) or None, f"{rows:,} rows"))
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _show_matches(report)
+    for warning in report["warnings"]:
+        say(f"warning: {shown(warning)}")
+    if config.mode == "drop":
+        _tell_rest(report, str(config.out))
+    if config.mode == "fail" and report["contaminated"]:
+        raise typer.Exit(1)
+
+
+def _show_matches(report: dict[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    out = stdout()
+    out.print(
+        f"{report['contaminated']:,} of {report['documents']:,} rows hold eval items ({report['contaminated_share']:.2%})",
+        highlight=False,
+    )
+    table = Table("eval set", "items", "too short", "found", "matches", box=None)
+    for file, counts in report["by_eval_file"].items():
+        table.add_row(Text(shown(file)), *(f"{counts[c]:,}" for c in ("items", "unprotected", "found", "matches")))
+    out.print(table)
+    for match in report["examples"]:
+        item = f"{match['eval_file']} item {match['eval_item']}"
+        how = f"{match['num_words']} words" if match["how"] == "words" else "nearly the same"
+        line = f"{match['file']} line {match['line']}: {item}, {how}: {match['text']}"
+        out.print(shown(line), highlight=False, markup=False, soft_wrap=True)
+    if report["contaminated"] > len(report["examples"]):
+        out.print("and more, see matches.jsonl in out=FOLDER", highlight=False)
+
+
 def _by_file(out: Any, by_file: dict[str, dict[str, int]]) -> None:
     from rich.table import Table
     from rich.text import Text

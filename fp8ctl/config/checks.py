@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8ctl.config.data_schema import DataPrepConfig, DedupConfig
+from fp8ctl.config.data_schema import DataPrepConfig, DecontaminateConfig, DedupConfig
 from fp8ctl.config.problems import Problem, raise_problems
 from fp8ctl.config.schema import DataConfig, ModelShape, PrecisionConfig, TrainConfig
 
@@ -260,7 +260,19 @@ def check_scan(config: DedupConfig) -> None:
     raise_problems(problems + _sources(config))
 
 
-def _sources(config: DataPrepConfig | DedupConfig) -> list[Problem]:
+def check_decontaminate(config: DecontaminateConfig) -> None:
+    """Raises ConfigError with everything that does not fit together in a search for eval items."""
+    problems: list[Problem] = []
+    if not config.against:
+        problems.append(Problem("against", "no eval sets", "set against=[FILES]"))
+    if config.mode == "drop" and not config.out:
+        problems.append(Problem("out", "mode=drop writes an exclusion list", "set out=FOLDER, or mode=tag"))
+    if config.ngram_words and config.min_words and config.min_words > config.ngram_words:
+        problems.append(Problem("min_words", "it is above ngram_words", "set min_words at or below ngram_words"))
+    raise_problems(problems + _sources(config))
+
+
+def _sources(config: DataPrepConfig | DedupConfig | DecontaminateConfig) -> list[Problem]:
     problems: list[Problem] = []
     if not config.sources:
         problems.append(

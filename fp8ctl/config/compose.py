@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fp8ctl.config.bench_schema import BenchArmConfig, BenchGemmConfig, BenchStepConfig
-from fp8ctl.config.data_schema import DataPrepConfig, DedupConfig
+from fp8ctl.config.data_schema import DataPrepConfig, DecontaminateConfig, DedupConfig
 from fp8ctl.config.problems import Problem, nearest, raise_problems
 from fp8ctl.config.schema import EvalConfig, TrainConfig
 from fp8ctl.config.settings import Settings
@@ -27,6 +27,7 @@ COMMANDS: dict[str, type[Settings]] = {
     "train_sft": TrainConfig,
     "data_prep": DataPrepConfig,
     "data_dedup": DedupConfig,
+    "data_decontaminate": DecontaminateConfig,
     "eval": EvalConfig,
     "bench_gemm": BenchGemmConfig,
     "bench_step": BenchStepConfig,

@@ -68,6 +68,12 @@ class DataPrepConfig(Settings):
     """Folders of exclusion lists that `fp8ctl data dedup` and `fp8ctl data decontaminate` wrote: rows that are left out and counted."""
     append_eos: bool = True
     """End each document with the tokenizer's end-of-text token (CPT)."""
+    prepend_bos: bool = False
+    """Begin each document with the tokenizer's begin-of-text token (CPT)."""
+    control_tokens: Literal["text", "ids_unless_special", "ids"] = "text"
+    """What becomes of control tokens that are written in documents (CPT), as `<|im_end|>` in a page about chat models. text: they are
+    encoded as the characters they are made of. ids_unless_special: those that the tokenizer does not flag as special (often `<think>`
+    and tags of tools) become their ids. ids: all do."""
     chat_template: str | None = None
     """Name of a template in templates/chat or a path; default: the tokenizer's own (SFT)."""
     system_prompt: str | None = None
@@ -79,8 +85,9 @@ class DataPrepConfig(Settings):
     """think: OpenThoughts' markers become <think> tags, and reasoning_content moves into the answer as <think>. keep: neither (SFT)."""
     check_thoughts: bool = True
     """Quarantine answers whose <think> tags are not closed, nested, repeated or behind text; false takes tags as any other text."""
-    control_tokens: Literal["refuse", "text"] = "refuse"
-    """Control tokens written in a conversation, which could forge a turn. refuse: quarantine it. text: encode them as plain text."""
+    control_tokens_in_chats: Literal["refuse", "text"] = "refuse"
+    """What becomes of control tokens that are written in conversations (SFT), where they could forge a turn. refuse: the conversation is
+    put into quarantine. text: they are encoded as the characters they are made of."""
     max_tokens: PositiveInt | None = None
     """Longest SFT sample in tokens, see `over_length`; CPT documents are never cut."""
     over_length: Literal["drop", "error", "truncate_tail", "split"] = "drop"
@@ -129,6 +136,37 @@ class DedupConfig(Settings):
     """minhash: hashes per band; more of them make candidates rarer."""
     seed: int = Field(default=1, ge=0)
     """minhash: seed of the hash functions."""
+    num_workers: PositiveInt = 1
+    """Processes that read; the result does not depend on it."""
+    task_mb: PositiveInt | None = None
+    """MiB of input in one task; default: a 64th of all, between 16 and 512."""
+
+
+class DecontaminateConfig(Settings):
+    """Settings of `fp8ctl data decontaminate`."""
+
+    kind: Literal["cpt", "sft"] = "cpt"
+    """cpt: whole documents are searched. sft: what is not the assistant's, over all turns."""
+    sources: tuple[SourceConfig, ...] = ()
+    """What to look through."""
+    against: tuple[str, ...] = ()
+    """Files of eval sets (JSONL, JSON, Parquet, or text with one item a line), compressed or not; folders, patterns."""
+    against_fields: tuple[str, ...] = ()
+    """Fields of an eval item that are searched for; default: those of question, problem, prompt, instruction, input, query, text,
+    content and messages that it has."""
+    out: str | None = None
+    """Folder to write to: the exclusion list (mode=drop), report.json and matches.jsonl. Needed for mode=drop."""
+    mode: Literal["drop", "tag", "fail"] = "drop"
+    """drop: an exclusion list for `fp8ctl data prep exclude=[FOLDER]`. tag: only the report. fail: the report, and exit code 1 when
+    anything matched."""
+    ngram_words: PositiveInt | None = None
+    """Words in a row that an eval item and a row must have in common; default: 13 for cpt, 8 for sft."""
+    min_words: PositiveInt | None = None
+    """An eval item that is shorter than ngram_words is searched for as a whole if it has this many words; default: 8 for cpt, 5 for sft."""
+    fuzzy_ratio: float | None = Field(default=95.0, gt=0.0, le=100.0)
+    """sft: short prompts this similar (in percent) to a short eval item match too (extra `dedup`); null: only exact word sequences."""
+    fuzzy_max_chars: PositiveInt = 400
+    """sft: prompts and eval items up to this long are short."""
     num_workers: PositiveInt = 1
     """Processes that read; the result does not depend on it."""
     task_mb: PositiveInt | None = None

@@ -192,7 +192,7 @@ class _Places:
             for piece, lines in hashed.lines:
                 self.numbers.add(piece, lines)
         self.offsets = np.array([0, *accumulate(sizes)], dtype=np.int64)
-        self.hashes = [_mapped(scratch / f"{t.number:05d}.hash", np.uint64, 2) for t in tasks]
+        self.hashes = [scratch / f"{t.number:05d}.hash" for t in tasks]
         self.places = [_mapped(scratch / f"{t.number:05d}.place", np.int64, 3) for t in tasks]
 
     def task_of(self, row: int) -> tuple[int, int]:
@@ -226,7 +226,8 @@ def _first_equal(places: _Places) -> np.ndarray:
     bits = max(0, (total - 1) // _ROWS_SORTED_AT_ONCE).bit_length()
     for part in range(2**bits):
         high, low, numbers = [], [], []
-        for hashes, offset in zip(places.hashes, places.offsets, strict=False):
+        for path, offset in zip(places.hashes, places.offsets, strict=False):
+            hashes = np.fromfile(path, np.uint64).reshape(-1, 2)
             here = np.flatnonzero((hashes[:, 0] >> np.uint64(64 - bits)) == part) if bits else np.arange(len(hashes))
             high.append(hashes[here, 0])
             low.append(hashes[here, 1])

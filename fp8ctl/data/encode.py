@@ -25,7 +25,7 @@ class Encoder:
         """Raises DataError when the tokenizer or the chat template can't be used."""
         assert config.tokenizer is not None, "checks.check_data_prep asks for it"
         self._config = config
-        self.tokenizer = load_tokenizer(config.tokenizer)
+        self.tokenizer = load_tokenizer(config.tokenizer, config.control_tokens)
         self._conversations = ConversationEncoder(config, self.tokenizer) if config.kind == "sft" else None
         self.template = self._conversations.template if self._conversations else None
         if config.kind == "cpt" and config.append_eos and self.tokenizer.eos_id is None:
@@ -33,6 +33,13 @@ class Encoder:
                 f"the tokenizer in {config.tokenizer} names no end-of-text token",
                 "add eos_token to its tokenizer_config.json, or set append_eos=false",
             )
+        if config.kind == "cpt" and config.prepend_bos and self.tokenizer.bos_id is None:
+            raise DataError(
+                f"the tokenizer in {config.tokenizer} names no begin-of-text token",
+                "add bos_token to its tokenizer_config.json, or set prepend_bos=false",
+            )
+        if config.kind == "cpt":
+            self.tokenizer.encode_documents([])  # what it can't do is said before a document is at fault
 
     def encode(self, rows: list[Row]) -> list[Encoded]:
         """One result for each row, in the same order."""
@@ -60,11 +67,13 @@ class Encoder:
     def _document(self, row: Document, ids: np.ndarray | None) -> Encoded:
         if ids is None:
             return BadRow(row.origin, "the tokenizer refuses the text", ascii(row.text[:200]))
-        if self._config.append_eos:
-            ids = np.append(ids, np.array([self.tokenizer.eos_id], dtype=np.int32))
         if not len(ids):
             return Dropped("empty")
-        return [Sample(ids, None, _hash(row.text))]
+        first = [self.tokenizer.bos_id] if self._config.prepend_bos else []
+        last = [self.tokenizer.eos_id] if self._config.append_eos else []
+        ids = np.concatenate([first, ids, last]).astype(np.int32)
+        note = "control_text" if self.tokenizer.holds_control_text(row.text) else ""
+        return [Sample(ids, None, _hash(row.text), note)]
 
 
 @functools.lru_cache(maxsize=1)

@@ -94,7 +94,7 @@ class ExclusionWriter:
 
     def add(self, file: str, at: int, line: int, reason: str, match: str) -> None:
         """Adds one row; rows of one file should follow each other."""
-        for name, value in zip(_SCHEMA.names, (identity(file), at, line, reason, _utf8(match)), strict=True):
+        for name, value in zip(_SCHEMA.names, (identity(file), at, line, reason, utf8(match)), strict=True):
             self._waiting[name].append(value)
         self.rows += 1
         if len(self._waiting["at"]) >= _ROWS_AT_ONCE:
@@ -111,11 +111,18 @@ class ExclusionWriter:
         os.replace(self.scratch / LIST, self._folder / LIST)
         whole = {
             "format": _FORMAT,
-            **report,
+            **_all_utf8(report),
             "excluded": self.rows,
             "files": {identity(f): size for f, size in files.items()},
             "fingerprint": _fingerprint(self._folder),
         }
+        write_json(self._folder / REPORT, whole)
+        return whole
+
+    def finish_without_list(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes the report only and gives it back."""
+        self._parquet.close()
+        whole = {"format": _FORMAT, **_all_utf8(report)}
         write_json(self._folder / REPORT, whole)
         return whole
 
@@ -171,6 +178,8 @@ def read_report(folder: Path | str) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}", "make the list again") from None
+    if isinstance(report, dict) and report.get("mode") in ("tag", "fail"):
+        raise DataError(f"{folder} holds a report without a list (mode={report['mode']})", "make it with mode=drop")
     if not isinstance(report, dict) or not isinstance(report.get("files"), dict) or "fingerprint" not in report:
         raise DataError(f"{path} is no report of an exclusion list", "give a folder that `fp8ctl data dedup` wrote")
     if report.get("format") != _FORMAT:
@@ -211,7 +220,7 @@ def check_lists(folders: Sequence[str], files: Mapping[str, int]) -> dict[str, s
 
 def identity(file: str) -> str:
     """How lists call a file, wherever a command is started; URLs and generators keep their name."""
-    return _utf8(os.path.realpath(file) if os.path.exists(file) else file)
+    return utf8(os.path.realpath(file) if os.path.exists(file) else file)
 
 
 def _rows(folder: Path, wanted: list[str] | None, reasons: list[str]) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -253,8 +262,17 @@ def _fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _utf8(text: str) -> str:
+def utf8(text: str) -> str:
+    """The text, with what can't be written as UTF-8 (bytes of a file name) written out."""
     return text.encode("utf-8", errors="backslashreplace").decode()
+
+
+def _all_utf8(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {utf8(key): _all_utf8(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_all_utf8(inner) for inner in value]
+    return utf8(value) if isinstance(value, str) else value
 
 
 _NOTHING = np.array([], dtype=np.int64)

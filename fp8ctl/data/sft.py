@@ -83,7 +83,7 @@ class ConversationEncoder:
             self.template,
             self._tokenizer,
             tools=row.tools,
-            control_tokens=self._config.control_tokens,
+            control_tokens=self._config.control_tokens_in_chats,
             check_thoughts=self._config.check_thoughts,
         )
 

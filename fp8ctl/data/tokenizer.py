@@ -1,4 +1,8 @@
-"""A Hugging Face tokenizer folder, loaded without transformers: ids of documents and of rendered chats."""
+"""A Hugging Face tokenizer folder, loaded without transformers: ids of documents and of rendered chats.
+
+Documents are encoded by a copy of the tokenizer that may give no ids of control tokens (`raw_text.py`), chats by the tokenizer as
+it is. Neither adds tokens of its own accord: begin and end of text come where the settings ask for them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer, processors
 
+from fp8ctl.data.raw_text import ControlTokens, RawText
 from fp8ctl.errors import DataError
 
 
@@ -34,19 +39,36 @@ class TextTokenizer:
     """Source of the folder's own chat template."""
     fingerprint: str
     """Hash of tokenizer.json."""
+    bos_id: int | None = None
+    """Begin-of-text token as the folder's configuration names it."""
+    control_tokens: ControlTokens = "text"
+    """What becomes of control tokens that are written in documents: see `DataPrepConfig.control_tokens`."""
 
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids (int32) of each text; control tokens written in the text are encoded as the text they are.
+        """Ids (int32) of each text; long ones are encoded in pieces, with the same result.
 
-        Added tokens that are not flagged special (`<think>` and the like) do become their ids.
+        Raises:
+            DataError: at the first call, where this tokenizer can't keep control tokens as text.
+            ValueError: a long text that can't be encoded in pieces.
+            Exception: the tokenizer refuses a text.
         """
-        self.backend.encode_special_tokens = True
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(e.ids, dtype=np.int32) for e in encodings]
+        return self._raw_text.encode(texts)
 
-    def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (int32, [T]) of a rendered chat, control tokens included, and their character ranges ([T, 2])."""
-        self.backend.encode_special_tokens = False
+    def holds_control_text(self, text: str) -> bool:
+        """Whether a control token is written in a document, whatever becomes of it."""
+        return self._raw_text.holds_control_text(text)
+
+    @functools.cached_property
+    def _raw_text(self) -> RawText:
+        return RawText((self.folder / "tokenizer.json").read_bytes(), self.control_tokens)
+
+    def encode_chat(self, text: str, *, special_as_text: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (int32, [T]) of a rendered chat, control tokens included, and their character ranges ([T, 2]).
+
+        Args:
+            special_as_text: encode tokens that are flagged special as the characters they are made of.
+        """
+        self.backend.encode_special_tokens = special_as_text
         encoding = self.backend.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
@@ -61,8 +83,11 @@ class TextTokenizer:
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def load_tokenizer(folder: Path | str) -> TextTokenizer:
+def load_tokenizer(folder: Path | str, control_tokens: ControlTokens = "text") -> TextTokenizer:
     """Loads a folder that holds tokenizer.json and, beside it, the usual configuration files.
+
+    Args:
+        control_tokens: what becomes of control tokens that are written in documents.
 
     Raises:
         DataError: no such folder or file, or a file that can't be read.
@@ -93,7 +118,9 @@ def load_tokenizer(folder: Path | str) -> TextTokenizer:
         folder=folder,
         backend=backend,
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
-        eos_id=_eos_id(folder, backend, variables.get("eos_token")),
+        eos_id=_token_id(folder, backend, "eos_token", variables),
+        bos_id=_token_id(folder, backend, "bos_token", variables),
+        control_tokens=control_tokens,
         special_tokens={t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special},
         template_variables=variables,
         chat_template=_chat_template(folder, settings),
@@ -101,11 +128,12 @@ def load_tokenizer(folder: Path | str) -> TextTokenizer:
     )
 
 
-def _eos_id(folder: Path, backend: Tokenizer, eos_token: str | None) -> int | None:
-    if eos_token is not None and backend.token_to_id(eos_token) is not None:
-        return backend.token_to_id(eos_token)
+def _token_id(folder: Path, backend: Tokenizer, which: str, variables: dict[str, str]) -> int | None:
+    token = variables.get(which)
+    if token is not None and backend.token_to_id(token) is not None:
+        return backend.token_to_id(token)
     for name in ("config.json", "generation_config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
+        value = _read_json(folder / name).get(f"{which}_id")
         if isinstance(value, list) and value:
             value = value[0]
         if isinstance(value, int):

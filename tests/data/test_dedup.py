@@ -212,3 +212,13 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingPackageError, match="method=minhash needs the package rensa") as error:
         dedup(settings(tmp_path / "y", path, method="minhash"))
     assert error.value.hint == "pip install 'fp8ctl[dedup]', or set method=exact"
+
+
+def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
+    try:
+        path = write(tmp_path / "a\udcff.jsonl", ["one", "one"])
+    except OSError:
+        pytest.skip("this file system takes no such names")
+    report = dedup(settings(tmp_path / "x", path))
+    assert report["largest_clusters"][0]["file"].endswith("a\\udcff.jsonl")
+    assert listed(tmp_path / "x")[0]["file"].endswith("a\\udcff.jsonl")
