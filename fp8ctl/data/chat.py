@@ -172,11 +172,7 @@ def _encode_with_breaks(text: str, spans: list[Span], tokenizer: TextTokenizer) 
     for start, end in zip(edges, edges[1:], strict=False):
         piece = text[start:end]
         special = tokenizer.special_tokens.get(piece)
-        ids = (
-            np.array([special], dtype=np.int32)
-            if special is not None
-            else _as_text(piece.replace(_BREAK, ""), tokenizer)
-        )
+        ids = np.array([special], dtype=np.int32) if special is not None else _as_text(piece, tokenizer)
         pieces.append(ids)
         starts += [start] * len(ids)
     begins = np.array(starts)
@@ -184,15 +180,15 @@ def _encode_with_breaks(text: str, spans: list[Span], tokenizer: TextTokenizer) 
     return np.concatenate(pieces), [((begins >= start) & (begins < end)).astype(np.uint8) for start, end in spans]
 
 
-def _as_text(text: str, tokenizer: TextTokenizer) -> np.ndarray:
-    try:
-        return tokenizer.encode_documents([text])[0]
-    except (TypeError, ValueError):
-        raise BadRowError("the tokenizer refuses the text") from None
+def _as_text(piece: str, tokenizer: TextTokenizer) -> np.ndarray:
+    ids, _ = _tokenize(piece.replace(_BREAK, ""), tokenizer, special_as_text=True)
+    if np.isin(ids, list(tokenizer.special_tokens.values())).any():
+        raise BadRowError("the tokenizer can't encode a control token as text")
+    return ids
 
 
-def _tokenize(text: str, tokenizer: TextTokenizer) -> tuple[np.ndarray, np.ndarray]:
+def _tokenize(text: str, tokenizer: TextTokenizer, *, special_as_text: bool = False) -> tuple[np.ndarray, np.ndarray]:
     try:
-        return tokenizer.encode_chat(text)
+        return tokenizer.encode_chat(text, special_as_text=special_as_text)
     except (TypeError, ValueError):  # a lone surrogate is no Unicode text
         raise BadRowError("the tokenizer refuses the text") from None

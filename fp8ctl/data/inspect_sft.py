@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 _MOST_REASONS = 10
-_SHOWN_CHARS = 4000
+_SHOWN_CHARS = 1000
 
 
 @dataclass
@@ -179,18 +179,17 @@ def add_lengths(table: Table, percentiles: dict[int, int]) -> None:
 
 
 def marked_text(pieces: list[tuple[str, bool]], most_chars: int = _SHOWN_CHARS) -> Text:
-    """Decoded text with what is trained in green, and between >>> and <<< for where there is no colour."""
+    """Decoded text with what is trained in green, and between >>> and <<< for where there is no colour.
+
+    Args:
+        most_chars: of a longer piece only the beginning and the end are shown, since that is where masks go wrong.
+    """
     from rich.text import Text
 
-    text, left = Text(), most_chars
+    text = Text()
     for piece, trained in pieces:
-        shown = (
-            piece
-            if len(piece) <= left
-            else f"{piece[: max(0, left)]}[... {len(piece) - max(0, left):,} more characters]"
-        )
+        shown, half = piece, most_chars // 2
+        if len(piece) > most_chars:
+            shown = f"{piece[:half]}\n[... {len(piece) - 2 * half:,} characters ...]\n{piece[-half:]}"
         text.append(f">>>{shown}<<<" if trained else shown, style="green" if trained else "")
-        left -= len(piece)
-        if left <= 0:
-            break
     return text

@@ -62,8 +62,13 @@ class TextTokenizer:
     def _raw_text(self) -> RawText:
         return RawText((self.folder / "tokenizer.json").read_bytes(), self.control_tokens)
 
-    def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (int32, [T]) of a rendered chat, control tokens included, and their character ranges ([T, 2])."""
+    def encode_chat(self, text: str, *, special_as_text: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (int32, [T]) of a rendered chat, control tokens included, and their character ranges ([T, 2]).
+
+        Args:
+            special_as_text: encode tokens that are flagged special as the characters they are made of.
+        """
+        self.backend.encode_special_tokens = special_as_text
         encoding = self.backend.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
@@ -100,7 +105,6 @@ def load_tokenizer(folder: Path | str, control_tokens: ControlTokens = "text") -
     # A tokenizer.json may carry truncation or padding from somebody's last use of it: both would silently change data.
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = False
     # Only here to keep white space inside the character ranges; it adds no tokens.
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
 

@@ -255,7 +255,8 @@ def test_tokens_that_are_given(tokenizer: TextTokenizer) -> None:
 def test_text_that_is_no_text(tokenizer: TextTokenizer) -> None:
     for setting in ("refuse", "text"):
         assert (
-            reason(encoder(tokenizer, chat_control_tokens=setting), turns("q", "\ud800")) == "the tokenizer refuses the text"
+            reason(encoder(tokenizer, chat_control_tokens=setting), turns("q", "\ud800"))
+            == "the tokenizer refuses the text"
         )
         assert "noncharacter" in reason(encoder(tokenizer, chat_control_tokens=setting), turns("q", "\ufdd2"))
 
