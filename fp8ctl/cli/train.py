@@ -43,7 +43,7 @@ def _train(
     from fp8ctl.launch.job import run_job
     from fp8ctl.launch.length import resolve_length
     from fp8ctl.launch.progress import TrainProgress
-    from fp8ctl.launch.run_folder import check_inputs, create_run_folder, resume_run, settings_for
+    from fp8ctl.launch.run_folder import check_data_order, check_inputs, create_run_folder, resume_run, settings_for
     from fp8ctl.paths import shown_path
 
     config = resolve_length(settings_for(command, overrides, run_dir=run_dir, resume=resume, require_fp8=require_fp8))
@@ -53,6 +53,7 @@ def _train(
     for warning in check_inputs(config):
         say(f"warning: {warning}")
     if resume:
+        check_data_order(config)
         paths, checkpoint = resume_run(config)
     else:
         config, paths = create_run_folder(config)

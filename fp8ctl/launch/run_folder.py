@@ -158,7 +158,6 @@ def resume_run(config: TrainConfig) -> tuple[RunPaths, Path]:
 
     Raises:
         CheckpointError: the run has no complete checkpoint.
-        DataError: other data than the run has read.
     """
     assert config.run_dir is not None, "settings_for asks for it"
     paths = RunPaths(Path(config.run_dir).resolve())
@@ -167,10 +166,21 @@ def resume_run(config: TrainConfig) -> tuple[RunPaths, Path]:
         raise CheckpointError(
             f"nothing to resume: no complete checkpoint in {paths.checkpoints}", "start the run anew in another folder"
         )
-    client_state = json.loads((checkpoint / CLIENT_STATE).read_text(encoding="utf-8"))
-    _loader(config).load_state_dict(client_state["loader"])
     _write_config(config.model_copy(update={"run_dir": str(paths.root)}), paths)
     return paths, checkpoint
+
+
+def check_data_order(config: TrainConfig) -> None:
+    """Compares what the newest checkpoint of a run has read with what these settings would have read.
+
+    Raises:
+        DataError: they differ.
+    """
+    assert config.run_dir is not None, "settings_for asks for it"
+    checkpoint = latest(RunPaths(config.run_dir).checkpoints)
+    if checkpoint is not None:
+        state = json.loads((checkpoint / CLIENT_STATE).read_text(encoding="utf-8"))
+        _loader(config).load_state_dict(state["loader"])
 
 
 def _loader(config: TrainConfig) -> Loader:
