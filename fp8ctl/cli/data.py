@@ -86,6 +86,27 @@ def _counted(status: Status) -> str:
     )
 
 
+@app.command("import")
+def import_(
+    source: Annotated[
+        str, typer.Argument(help="Name of a data set on the Hugging Face hub, or a folder saved by `datasets`.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder for the Parquet files.")],
+    name: Annotated[str | None, typer.Option("--name", help="Configuration, of data sets that have several.")] = None,
+    split: Annotated[str | None, typer.Option("--split", help="The only split to copy.")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Commit or tag on the hub.")] = None,
+) -> None:
+    """Copies a data set of the library `datasets` into Parquet files that data prep reads."""
+    from fp8ctl.data.hub import import_dataset
+
+    with progress("rows") as report:
+        rows = import_dataset(
+            source, out, name=name, split=split, revision=revision, progress=lambda n: report(n, None, "")
+        )
+    counted = ", ".join(f"{n:,} in {of}" for of, n in rows.items())
+    say(f"{counted}; read them with sources.0.kind=parquet sources.0.paths=[{out}]")
+
+
 @app.command()
 def verify(path: Folder) -> None:
     """Checks every byte, size and token id against the manifest; exits 1 when something is wrong.
