@@ -9,7 +9,7 @@ import typer
 from fp8ctl.cli.console import say, stdout
 from fp8ctl.cli.options import AsJson, Overrides
 
-app = typer.Typer(help="Measure side by side: GEMMs, whole steps.", no_args_is_help=True)
+app = typer.Typer(help="Measure side by side: GEMMs, whole steps, preparation of data.", no_args_is_help=True)
 Benchmark = Annotated[
     str | None,
     typer.Option(
@@ -79,6 +79,40 @@ def step(
         case=case_of(config),
         tables=step_tables(rows),
         notes=step_notes(run),
+    )
+
+
+@app.command("data")
+def data(
+    overrides: Overrides = None, as_json: AsJson = False, benchmark: Benchmark = None, reason: Reason = ""
+) -> None:
+    """Preparation of text, beside the tokenizer alone, datatrove and Megatron's way: fp8ctl bench data tokenizer=FOLDER.
+
+    Tokens per second and core, peak memory, and packing of fine-tuning samples.
+    """
+    from fp8ctl.cli.progress import progress
+    from fp8ctl.config.compose import compose
+    from fp8ctl.errors import ConfigError
+
+    config = compose("bench_data", overrides or [])
+    _check(benchmark)
+    if config.tokenizer is None:
+        raise ConfigError("tokenizer: no tokenizer", "set tokenizer=FOLDER, a Hugging Face model folder")
+    from fp8ctl.bench.data import measure_data
+    from fp8ctl.bench.data_show import data_bars, data_tables
+    from fp8ctl.track.environment import collect_environment
+
+    with progress("bench data") as report:
+        rows = measure_data(config, report)["rows"]
+    _show(
+        rows,
+        data_bars(rows, reason),
+        collect_environment(),
+        as_json=as_json,
+        benchmark=benchmark,
+        case="",
+        tables=data_tables(rows),
+        notes=[],
     )
 
 

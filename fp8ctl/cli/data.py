@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8ctl.cli import data_lists, data_sft
+from fp8ctl.cli import data_inspect, data_lists, data_sft
 from fp8ctl.cli.console import say, stdout
 from fp8ctl.cli.options import AsJson, Overrides
 from fp8ctl.cli.progress import progress
+from fp8ctl.cli.terminal import shown
 
 if TYPE_CHECKING:
     from fp8ctl.data.prepare import Status
@@ -87,14 +88,24 @@ def _counted(status: Status) -> str:
 
 @app.command()
 def verify(path: Folder) -> None:
-    """Checks every byte, size and token id against the manifest; exits 1 when something is wrong."""
+    """Checks every byte, size and token id against the manifest; exits 1 when something is wrong.
+
+    Shows the beginnings of three documents, where the tokenizer is still there.
+    """
+    from fp8ctl.data.inspect import decode_some
     from fp8ctl.data.inspect import verify as verify_data
 
     problems = verify_data(path, progress=lambda shard: say(f"reading {shard}"))
     for line in problems or [f"{path}: all is as the manifest says"]:
-        stdout().print(line, highlight=False, markup=False)
+        stdout().print(shown(line), highlight=False, markup=False)
     if problems:
         raise typer.Exit(1)
+    decoded = decode_some(path)
+    if decoded is None:
+        say("no document was decoded: the tokenizer is not where it was when the data set was prepared")
+    for document in decoded or ():
+        text = shown(" ".join(document.text.split()))
+        stdout().print(f"{document.split} {document.number:,}: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -118,19 +129,25 @@ def stats(path: Folder, as_json: AsJson = False) -> None:
     stdout().print(f"{figures['kind']} data set, fingerprint {figures['fingerprint']}", highlight=False)
     stdout().print(table)
     for warning in figures["warnings"]:
-        stdout().print(f"warning: {warning}", markup=False, highlight=False)
+        stdout().print(f"warning: {shown(warning)}", markup=False, highlight=False)
 
 
 @app.command()
 def inspect(
     words: data_sft.Words = None,
-    sft: data_sft.Sft = True,
+    sft: data_sft.Sft = False,
     seq_len: data_sft.SeqLen = 32_768,
     rows: data_sft.MaxRows = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a preparation would make of raw conversations: fp8ctl data inspect --sft FILES tokenizer=FOLDER max_tokens=32768."""
-    data_sft.inspect_sft(words or [], seq_len, rows, as_json)
+    """What raw files hold, before anything is prepared: fp8ctl data inspect FILES tokenizer=FOLDER; exits 1 where text is missing.
+
+    With --sft, what a preparation would make of conversations: fp8ctl data inspect --sft FILES tokenizer=FOLDER max_tokens=32768.
+    """
+    if sft:
+        data_sft.inspect_sft(words or [], seq_len, rows, as_json)
+    else:
+        data_inspect.inspect_raw(words or [], as_json)
 
 
 @app.command()
@@ -147,7 +164,8 @@ def cat(
     document = show_document(path, doc, split=split)
     marked = 0 < document.trained_tokens < document.tokens
     text = Text()
-    for piece, trained in document.pieces:
+    for raw, trained in document.pieces:
+        piece = shown(raw)
         text.append(f">>>{piece}<<<" if marked and trained else piece, style="green" if marked and trained else "")
     stdout().print(text, soft_wrap=True)
     say(f"document {document.number}: {document.tokens:,} tokens, {document.trained_tokens:,} trained")

@@ -124,4 +124,4 @@ def _tell_rest(report: dict[str, Any], out: str) -> None:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"
+    return f"{max(num_bytes / 2**20, 1):,.0f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -33,4 +34,6 @@ def with_sources(words: Sequence[str]) -> list[str]:
 
 def quoted(text: str) -> str:
     """A string in Hydra's grammar."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
+    # a backslash means something only in front of a quote
+    inner = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
+    return "'" + inner.replace("${", "\\${") + "'"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from fp8ctl.config.schema import ModelConfig, PrecisionConfig
 from fp8ctl.config.settings import Settings
@@ -71,3 +71,26 @@ class BenchStepConfig(Settings):
     """auto: the GPU where there is one."""
     seed: int = 1236
     """Seed of weights and tokens."""
+
+
+class BenchDataConfig(Settings):
+    """Settings of `fp8ctl bench data`."""
+
+    tokenizer: str | None = None
+    """Folder with tokenizer.json."""
+    arms: tuple[Literal["bare", "fp8ctl", "datatrove", "megatron"], ...] = ("bare", "fp8ctl", "datatrove", "megatron")
+    """What runs beside each other on the same text."""
+    workers: tuple[PositiveInt, ...] = (1, 2)
+    """Numbers of processes, each on a core of its own."""
+    text_mb: PositiveInt = 64
+    """MiB of text for the comparison of speed."""
+    rounds: PositiveInt = 3
+    """Rounds; each runs every arm once, and the order moves on by one arm a round."""
+    memory_mb: tuple[PositiveInt, ...] = (512, 2048)
+    """MiB of text of the measurements of memory."""
+    long_document_mb: NonNegativeInt = 100
+    """MiB of the single document whose memory is measured; 0: none."""
+    packing_samples: tuple[PositiveInt, ...] = (165_000, 1_000_000)
+    """Numbers of samples that are packed."""
+    scratch: str | None = None
+    """Folder for text and data sets while it runs; default: the system's."""

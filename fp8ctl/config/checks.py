@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8ctl.config.data_schema import DataPrepConfig, DecontaminateConfig, DedupConfig
+from fp8ctl.config.data_schema import DataPrepConfig, DecontaminateConfig, DedupConfig, InspectConfig, SourceConfig
 from fp8ctl.config.problems import Problem, raise_problems
 from fp8ctl.config.schema import DataConfig, ModelShape, PrecisionConfig, TrainConfig
 
@@ -249,7 +249,28 @@ def check_data_prep(config: DataPrepConfig, *, writes: bool = True) -> None:
         problems.append(Problem("tokenizer", "no tokenizer", "set tokenizer=FOLDER, a Hugging Face model folder"))
     if config.executor == "slurm" and not config.cluster.partition:
         problems.append(Problem("cluster.partition", "Slurm needs one", "set cluster.partition=NAME, see `sinfo`"))
-    raise_problems(problems + _sources(config))
+    raise_problems(problems + _rendering(config) + _sources(config))
+
+
+def _rendering(config: DataPrepConfig) -> list[Problem]:
+    problems: list[Problem] = []
+    if config.default_system == "none" and config.system_prompt is not None:
+        problems.append(
+            Problem(
+                "default_system",
+                "none is asked for, and a system_prompt too",
+                "set system_prompt=null or default_system=keep",
+            )
+        )
+    if config.over_length != "drop" and config.max_tokens is None:
+        problems.append(
+            Problem(
+                "over_length",
+                f"{config.over_length} needs a length",
+                "set max_tokens, the longest sample that is allowed",
+            )
+        )
+    return problems
 
 
 def check_scan(config: DedupConfig) -> None:
@@ -258,6 +279,16 @@ def check_scan(config: DedupConfig) -> None:
     if not config.out:
         problems.append(Problem("out", "no folder to write to", "set out=FOLDER"))
     raise_problems(problems + _sources(config))
+
+
+def check_sources(config: InspectConfig) -> None:
+    """Raises ConfigError when there is nothing to look at, or something without files."""
+    if not config.sources:
+        raise_problems([Problem("", "no files to look at", "fp8ctl data inspect FILES")])
+    generated = [s.kind for s in config.sources if s.kind in ("python_stdlib", "reasoning_gym")]
+    if generated:
+        raise_problems([Problem("sources", f"{generated[0]} has no files to look at", "give files")])
+    raise_problems([p for i, s in enumerate(config.sources) if (p := _without_files(i, s)) is not None])
 
 
 def check_decontaminate(config: DecontaminateConfig) -> None:
@@ -277,15 +308,15 @@ def _sources(config: DataPrepConfig | DedupConfig | DecontaminateConfig) -> list
     if not config.sources:
         problems.append(
             Problem(
-                "sources", "no sources", "choose data=cpt_local or data=sft_local and set its paths, see docs/data.md"
+                "sources",
+                "no sources",
+                "choose source=cpt_local or source=sft_local and set its paths, see docs/data.md",
             )
         )
     for i, source in enumerate(config.sources):
         where = f"sources.{i}"
-        if source.kind in ("jsonl", "json", "parquet", "text") and not source.paths:
-            problems.append(
-                Problem(f"{where}.paths", f"a {source.kind} source needs files", f"set {where}.paths=[FILES]")
-            )
+        if (problem := _without_files(i, source)) is not None:
+            problems.append(problem)
         if source.kind == "reasoning_gym" and config.kind == "cpt":
             problems.append(
                 Problem(
@@ -301,3 +332,10 @@ def _sources(config: DataPrepConfig | DedupConfig | DecontaminateConfig) -> list
                 )
             )
     return problems
+
+
+def _without_files(number: int, source: SourceConfig) -> Problem | None:
+    if source.kind in ("python_stdlib", "reasoning_gym") or source.paths:
+        return None
+    where = f"sources.{number}.paths"
+    return Problem(where, f"a {source.kind} source needs files", f"set {where}=[FILES]")

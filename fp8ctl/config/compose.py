@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fp8ctl.config.bench_schema import BenchArmConfig, BenchGemmConfig, BenchStepConfig
-from fp8ctl.config.data_schema import DataPrepConfig, DecontaminateConfig, DedupConfig
+from fp8ctl.config.bench_schema import BenchArmConfig, BenchDataConfig, BenchGemmConfig, BenchStepConfig
+from fp8ctl.config.data_schema import DataPrepConfig, DecontaminateConfig, DedupConfig, InspectConfig
 from fp8ctl.config.problems import Problem, nearest, raise_problems
 from fp8ctl.config.schema import EvalConfig, TrainConfig
 from fp8ctl.config.settings import Settings
@@ -28,8 +28,10 @@ COMMANDS: dict[str, type[Settings]] = {
     "data_prep": DataPrepConfig,
     "data_dedup": DedupConfig,
     "data_decontaminate": DecontaminateConfig,
+    "data_inspect": InspectConfig,
     "eval": EvalConfig,
     "bench_gemm": BenchGemmConfig,
+    "bench_data": BenchDataConfig,
     "bench_step": BenchStepConfig,
     "bench_arm": BenchArmConfig,
 }

@@ -70,7 +70,7 @@ class DataPrepConfig(Settings):
     """End each document with the tokenizer's end-of-text token (CPT)."""
     prepend_bos: bool = False
     """Begin each document with the tokenizer's begin-of-text token (CPT)."""
-    control_tokens: Literal["text", "ids_unless_special", "ids"] = "text"
+    document_control_tokens: Literal["text", "ids_unless_special", "ids"] = "text"
     """What becomes of control tokens that are written in documents (CPT), as `<|im_end|>` in a page about chat models. text: they are
     encoded as the characters they are made of. ids_unless_special: those that the tokenizer does not flag as special (often `<think>`
     and tags of tools) become their ids. ids: all do."""
@@ -85,9 +85,8 @@ class DataPrepConfig(Settings):
     """think: OpenThoughts' markers become <think> tags, and reasoning_content moves into the answer as <think>. keep: neither (SFT)."""
     check_thoughts: bool = True
     """Quarantine answers whose <think> tags are not closed, nested, repeated or behind text; false takes tags as any other text."""
-    control_tokens_in_chats: Literal["refuse", "text"] = "refuse"
-    """What becomes of control tokens that are written in conversations (SFT), where they could forge a turn. refuse: the conversation is
-    put into quarantine. text: they are encoded as the characters they are made of."""
+    chat_control_tokens: Literal["refuse", "text"] = "refuse"
+    """Control tokens written in a conversation (SFT), which could forge a turn. refuse: quarantine it. text: encode them as plain text."""
     max_tokens: PositiveInt | None = None
     """Longest SFT sample in tokens, see `over_length`; CPT documents are never cut."""
     over_length: Literal["drop", "error", "truncate_tail", "split"] = "drop"
@@ -171,3 +170,20 @@ class DecontaminateConfig(Settings):
     """Processes that read; the result does not depend on it."""
     task_mb: PositiveInt | None = None
     """MiB of input in one task; default: a 64th of all, between 16 and 512."""
+
+
+class InspectConfig(Settings):
+    """Settings of `fp8ctl data inspect`."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    """What to look at; `fp8ctl data inspect FILES` fills it in."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer to count with; default: tokens are estimated from characters, and the time to prepare is not."""
+    text_field: str | None = None
+    """Field that must hold text; default: what the rows suggest, text or a conversation."""
+    sample_rows: PositiveInt = 2000
+    """Rows to look at, from the beginning, and where a file can be entered there from the middle, of up to 32 files."""
+    max_missing_share: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Largest share of sampled rows without text or conversation before the command exits with 1."""
+    num_workers: PositiveInt = 1
+    """Processes that the time to prepare is told for."""

@@ -88,7 +88,7 @@ def refuse_control_tokens(values: list[Any], tokenizer: TextTokenizer) -> None:
         if found := tokenizer.special_pattern.search(text):
             raise BadRowError(
                 f"a message holds the control token {found.group()}",
-                "control_tokens_in_chats=text encodes it as the text it is",
+                "chat_control_tokens=text encodes it as the text it is",
             )
 
 

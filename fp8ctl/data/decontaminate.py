@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from fp8ctl.config.checks import check_decontaminate
 from fp8ctl.config.data_schema import DecontaminateConfig
 from fp8ctl.data.eval_index import EvalIndex, EvalItem, read_items
@@ -69,7 +71,8 @@ def decontaminate(config: DecontaminateConfig, progress: Progress = lambda done,
     check_decontaminate(config)
     if config.kind == "sft" and config.fuzzy_ratio is not None:
         require()
-    index = _index_for(config)[0]
+    stamp = _stamp(read_items(config.against, config.against_fields))
+    index = _index_for(config, stamp)[0]
     if len(index.unprotected) == len(index.items):
         raise DataError(
             f"none of the {len(index.items):,} eval items is long enough to be searched for",
@@ -79,7 +82,7 @@ def decontaminate(config: DecontaminateConfig, progress: Progress = lambda done,
     refuse_twice(tasks)
     with _folder(config) as (scratch, out):
         found = _Found(index)
-        work = functools.partial(search_task, config=config, scratch=scratch)
+        work = functools.partial(search_task, config=config, scratch=scratch, stamp=stamp)
         for task, searched in zip(tasks, run_scan(work, tasks, config.num_workers, progress), strict=True):
             found.add(searched, task, scratch)
         refuse_nothing(found.counts, found.numbers)
@@ -94,9 +97,13 @@ def decontaminate(config: DecontaminateConfig, progress: Progress = lambda done,
         return out.finish_without_list(report)
 
 
-def search_task(task: Task, report: Report, *, config: DecontaminateConfig, scratch: Path) -> Searched:
-    """Writes what a task's rows have in common with eval items to a scratch file."""
-    index, short = _index_for(config)
+def search_task(task: Task, report: Report, *, config: DecontaminateConfig, scratch: Path, stamp: str) -> Searched:
+    """Writes what a task's rows have in common with eval items to a scratch file.
+
+    Args:
+        stamp: hash of the eval items.
+    """
+    index, short = _index_for(config, stamp)
     searched = Searched(RowCounts())
     with open(scratch / f"{task.number:05d}.matches", "w") as f:
         batch: list[Document | Conversation] = []
@@ -221,10 +228,16 @@ class _Found:
             yield f"{self._without_text:,} rows hold tokens only and were not searched"
 
 
+def _stamp(items: Sequence[EvalItem]) -> str:
+    return xxhash.xxh3_128_hexdigest(repr(items).encode("utf-8", errors="surrogatepass"))
+
+
 @functools.lru_cache(maxsize=1)
-def _index_for(config: DecontaminateConfig) -> tuple[EvalIndex, ShortItems | None]:
+def _index_for(config: DecontaminateConfig, stamp: str) -> tuple[EvalIndex, ShortItems | None]:
     # each process makes it once, from the files: that takes less than handing it over
     items = read_items(config.against, config.against_fields)
+    if _stamp(items) != stamp:
+        raise DataError("an eval set changed while it was searched for", "leave the files alone and begin again")
     ngram_words = config.ngram_words or _NGRAM_WORDS[config.kind]
     min_words = min(config.min_words or _MIN_WORDS[config.kind], ngram_words)
     index = EvalIndex(items, ngram_words, min_words)

@@ -25,7 +25,7 @@ class Encoder:
         """Raises DataError when the tokenizer or the chat template can't be used."""
         assert config.tokenizer is not None, "checks.check_data_prep asks for it"
         self._config = config
-        self.tokenizer = load_tokenizer(config.tokenizer, config.control_tokens)
+        self.tokenizer = load_tokenizer(config.tokenizer, config.document_control_tokens)
         self._conversations = ConversationEncoder(config, self.tokenizer) if config.kind == "sft" else None
         self.template = self._conversations.template if self._conversations else None
         if config.kind == "cpt" and config.append_eos and self.tokenizer.eos_id is None:

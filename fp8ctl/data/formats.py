@@ -170,6 +170,8 @@ class _Framing:
             elif sign in b"]}":
                 self._depth -= 1
                 if self._depth == 0:
+                    if self._in_list and sign == b"}":
+                        raise DamagedError("a list is closed by a brace: a bracket is missing")
                     item = self._take(self._pos - 1 if self._in_list else self._pos)
                     self._in_list = False
                     return item
@@ -284,14 +286,14 @@ def _text(raw: bytes) -> str:
 
 
 def parquet_groups(f: IO[bytes], path: str) -> list[int]:
-    """Compressed bytes of each row group.
+    """Size of each row group, in bytes before compression.
 
     Raises:
         DamagedError: no whole Parquet file.
     """
     metadata = _open_parquet(f, path).metadata
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    return [sum(g.column(i).total_compressed_size for i in range(g.num_columns)) for g in groups]
+    # not the sizes of its columns: asking for a column that a broken footer lacks ends the whole process
+    return [max(0, metadata.row_group(i).total_byte_size) for i in range(metadata.num_row_groups)]
 
 
 def parquet_rows(

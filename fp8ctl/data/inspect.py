@@ -17,6 +17,7 @@ from fp8ctl.data.tokenizer import TextTokenizer, load_tokenizer
 from fp8ctl.errors import DataError
 
 _CHUNK = 2**24
+_DECODED_TOKENS = 64
 _PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
 
@@ -42,6 +43,45 @@ def verify(path: Path | str, progress: Callable[[str], None] = lambda shard: Non
             # a damaged index can't be trusted to say where the documents are
             problems += found or list(_content_problems(folder, info, manifest))
     return problems
+
+
+@dataclass(frozen=True)
+class DecodedDocument:
+    """A document that was decoded to see whether it is text."""
+
+    split: str
+    number: int
+    text: str
+    """Its beginning."""
+
+
+def decode_some(path: Path | str, count: int = 3, seed: int = 0) -> list[DecodedDocument] | None:
+    """Decodes documents of a data set chosen by chance (always the same for a seed), to be looked at by a human.
+
+    Returns:
+        None where the tokenizer is not where it was when the data set was prepared, or is another one.
+
+    Raises:
+        DataError: there is no data set, or a shard is missing or cut short.
+    """
+    manifest = Manifest.read(path)
+    try:
+        backend = load_tokenizer(str(manifest.prepared.get("tokenizer", "")))
+    except DataError:
+        return None
+    if backend.fingerprint != manifest.tokenizer_fingerprint:
+        return None
+    sizes = [(split, manifest.documents(split)) for split in manifest.splits if manifest.has_split(split)]
+    total = sum(size for _, size in sizes)
+    decoded = []
+    for place in np.sort(np.random.default_rng(seed).choice(total, min(count, total), replace=False)).tolist():
+        for split, size in sizes:
+            if place < size:
+                ids = Corpus(path, manifest, split).tokens(place)
+                decoded.append(DecodedDocument(split, place, backend.decode(ids[:_DECODED_TOKENS])))
+                break
+            place -= size
+    return decoded
 
 
 def stats(path: Path | str) -> dict[str, Any]:

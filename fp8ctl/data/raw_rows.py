@@ -17,16 +17,19 @@ from fp8ctl.errors import DataError
 _MAX_ROW_BYTES = 2**28
 
 
-def raw_rows(file: InputFile) -> Iterator[tuple[int, Any]]:
+def raw_rows(file: InputFile, start: int = 0) -> Iterator[tuple[int, Any]]:
     """Values of a file with their line or row number, from 1, blank lines left out; of a text file each line.
 
     What can't be read comes as `Refused`.
+
+    Args:
+        start: byte of an uncompressed file of lines; the first line that starts behind it is number 1.
 
     Raises:
         DataError: the file can't be read, or is damaged.
     """
     try:
-        yield from _parquet(file) if file.format == "parquet" else _records(file)
+        yield from _parquet(file) if file.format == "parquet" else _records(file, start)
     except DamagedError as damage:
         raise DataError(f"{file.path} is damaged: {damage.message}", "copy or write it again") from None
 
@@ -44,13 +47,15 @@ def parquet_schema(file: InputFile) -> pa.Schema:
             raise DataError(f"{file.path} is no whole Parquet file: {error}", "copy it again") from None
 
 
-def _records(file: InputFile) -> Iterator[tuple[int, Any]]:
-    chunks = read_chunks(file.path, file.compression, file.bytes)
+def _records(file: InputFile, start: int) -> Iterator[tuple[int, Any]]:
+    chunks = read_chunks(file.path, file.compression, file.bytes, start)
     if file.format == "json":
         for number, raw in enumerate(formats.items(chunks, _MAX_ROW_BYTES), start=1):
             yield number, formats.parse(raw)
         return
-    for number, (_, raw, ended) in enumerate(formats.lines(chunks, _MAX_ROW_BYTES), start=1):
+    for number, (_, raw, ended) in enumerate(formats.lines(chunks, _MAX_ROW_BYTES), start=0 if start else 1):
+        if not number:
+            continue  # the end of a line that starts before
         if isinstance(raw, bytes) and not raw.strip():
             continue
         if file.format == "jsonl":

@@ -88,7 +88,7 @@ class RawText:
             wrong = number in self._backend.encode(content, add_special_tokens=False).ids
         if wrong and not _is_unknown(self._backend, content):
             raise DataError(
-                f"this tokenizer can't encode the control token {content} as text", "set control_tokens=ids"
+                f"this tokenizer can't encode the control token {content} as text", "set document_control_tokens=ids"
             )
 
 

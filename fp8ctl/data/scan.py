@@ -21,6 +21,7 @@ from fp8ctl.errors import DataError
 T = TypeVar("T")
 _REPORT_EVERY_CHARS = 4_000_000
 _CHUNK = 2**24
+_ROUNDED_BYTES = 2**20
 
 
 class Seen(NamedTuple):
@@ -125,9 +126,12 @@ def run_scan(
     total = sum(task.bytes for task in tasks)
     running: dict[int, int] = {}
     done = rows = 0
+    left = len(tasks)
 
     def tell() -> None:
-        progress(min(done + sum(min(chars, tasks[n].bytes) for n, chars in running.items()), total), total, rows)
+        read = done + sum(min(chars, tasks[n].bytes) for n, chars in running.items())
+        # an estimate must not say that all is done while something is running
+        progress(min(read, max(total - _ROUNDED_BYTES, 0)) if left else total, total, rows)
 
     def on_report(seen: Seen) -> None:
         nonlocal rows
@@ -137,6 +141,7 @@ def run_scan(
 
     for task, result in zip(tasks, run_tasks(work, tasks, num_workers, on_report), strict=True):
         running.pop(task.number, None)
+        left -= 1
         done += task.bytes
         tell()
         yield result

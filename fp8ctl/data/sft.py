@@ -82,7 +82,7 @@ class ConversationEncoder:
             self.template,
             self._tokenizer,
             tools=row.tools,
-            control_tokens=self._config.control_tokens_in_chats,
+            control_tokens=self._config.chat_control_tokens,
             check_thoughts=self._config.check_thoughts,
         )
 

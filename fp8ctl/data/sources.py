@@ -81,12 +81,13 @@ def split_file(file: InputFile, max_bytes: int) -> list[Slice]:
                 groups = formats.parquet_groups(f, file.path)
         except DamagedError:  # said when it is read
             return [Slice(file)]
-        slices, start, size = [], 0, 0
+        slices, start, size = [], 0, 0.0
+        compression = file.bytes / (sum(groups) or 1)
         for number, group in enumerate(groups, start=1):
-            size += group
+            size += group * compression
             if size >= max_bytes or number == len(groups):
                 slices.append(Slice(file, start, number))
-                start, size = number, 0
+                start, size = number, 0.0
         return slices or [Slice(file)]
     return [Slice(file)]
 

@@ -42,7 +42,7 @@ class TextTokenizer:
     bos_id: int | None = None
     """Begin-of-text token as the folder's configuration names it."""
     control_tokens: ControlTokens = "text"
-    """What becomes of control tokens that are written in documents: see `DataPrepConfig.control_tokens`."""
+    """What becomes of control tokens that are written in documents: see `DataPrepConfig.document_control_tokens`."""
 
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         """Ids (int32) of each text; long ones are encoded in pieces, with the same result.

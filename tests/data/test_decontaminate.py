@@ -9,10 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from fp8ctl.config.data_schema import DataPrepConfig, DecontaminateConfig, SourceConfig
-from fp8ctl.data.decontaminate import decontaminate
+from fp8ctl.data.decontaminate import decontaminate, search_task
 from fp8ctl.data.exclude import read_report
 from fp8ctl.data.manifest import Manifest
 from fp8ctl.data.prepare import prepare
+from fp8ctl.data.tasks import plan_tasks
 from fp8ctl.errors import ConfigError, DataError, MissingPackageError
 
 QUESTION = "A train leaves the station at nine and travels forty miles an hour; when does it reach the town that lies 100 miles off?"
@@ -146,3 +147,13 @@ def test_bad_input(tmp_path: Path, documents: Path, evals: Path, monkeypatch: py
     with pytest.raises(MissingPackageError, match="fuzzy_ratio needs the package rapidfuzz") as error:
         decontaminate(settings(documents, evals, kind="sft", mode="tag"))
     assert error.value.hint and "pip install 'fp8ctl[dedup]'" in error.value.hint
+
+
+def test_an_eval_set_that_changes(tmp_path: Path, documents: Path, evals: Path) -> None:
+    config = settings(documents, evals, mode="tag")
+    assert decontaminate(config)["contaminated"] == 1
+    write(evals, [{"question": "other " * 20}])
+    assert decontaminate(config)["contaminated"] == 0
+    (task,) = plan_tasks(config.sources)
+    with pytest.raises(DataError, match="an eval set changed while it was searched for"):
+        search_task(task, lambda seen: None, config=config, scratch=tmp_path, stamp="another")

@@ -119,6 +119,7 @@ def test_items_that_are_too_long(size: int) -> None:
             "a list or object is not closed at its end: cut short, or a bracket is missing",
         ),
         (b'{"a": 1}, {"b": 2}', 1, "neither a list nor an object starts with ', {\"b\": 2}'"),
+        (b'[{"a": 1}, {"b": 2}}', 1, "a list is closed by a brace: a bracket is missing"),
         (b"null", 0, "neither a list nor an object starts with 'null'"),
     ],
 )

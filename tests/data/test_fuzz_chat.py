@@ -133,7 +133,7 @@ choices = st.fixed_dictionaries(
     {
         "over_length": st.sampled_from(["drop", "truncate_tail", "split", "error"]),
         "max_tokens": st.one_of(st.none(), st.integers(1, 80)),
-        "control_tokens_in_chats": st.sampled_from(["refuse", "text"]),
+        "chat_control_tokens": st.sampled_from(["refuse", "text"]),
         "thought_markers": st.sampled_from(["keep", "think"]),
         "check_thoughts": st.booleans(),
         "system_prompt": st.sampled_from([None, "s"]),

@@ -147,11 +147,14 @@ def test_damaged_compression(tmp_path: Path, data: st.DataObject) -> None:
     if raw == packed:
         assert rows is not None and len(rows) == len(lines)
     elif rows is not None and path.read_bytes()[:3] == packed[:3] and not any(isinstance(r, BadRow) for r in rows):
-        # checksums hold: without a word all rows came, or whole members were dropped or doubled at their borders
+        # checksums hold: without a word whole members came, each any number of times
         good = [r.text for r in rows if isinstance(r, Document)]
         expected = [json.loads(line)["text"] for line in lines]
         first, second = expected[:half], expected[half:]
-        assert good in (expected, first, second, first + first + second, first + second + second)
+        while good:
+            member = first if first and good[: len(first)] == first else second
+            assert member and good[: len(member)] == member
+            del good[: len(member)]
     if rows is None or any(isinstance(r, BadRow) and "damaged" in r.reason for r in rows):
         assert read(path, "jsonl", damaged="fail") is None
 

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from fp8ctl.config.data_schema import DataPrepConfig, SourceConfig
-from fp8ctl.data.inspect import show_document, stats, verify
+from fp8ctl.data.inspect import decode_some, show_document, stats, verify
 from fp8ctl.data.manifest import Manifest
 from fp8ctl.data.prepare import prepare
 from fp8ctl.errors import DataError
@@ -115,3 +115,20 @@ def test_document_that_is_not_there(sft: Path, tmp_path: Path, tokenizer_folder:
     (tmp_path / "tok" / "tokenizer.json").write_text(raw + "\n")
     with pytest.raises(DataError, match="is not the tokenizer that .* was prepared with"):
         show_document(sft, 0, tokenizer=tmp_path / "tok")
+
+
+def test_some_documents_are_decoded(sft: Path, tokenizer_folder: Path) -> None:
+    decoded = decode_some(sft)
+    assert decoded is not None and len(decoded) == 3 and decoded == decode_some(sft)
+    for document in decoded:
+        whole = "".join(text for text, _ in show_document(sft, document.number, split=document.split).pieces)
+        assert document.text and whole.startswith(document.text)
+    every = decode_some(sft, count=99)
+    assert every is not None
+    assert [(d.split, d.number) for d in every] == [*(("train", i) for i in range(8)), ("validation", 0)]
+    assert {d.number for d in decode_some(sft, seed=5) or ()} != {d.number for d in decoded}
+    manifest = Manifest.read(sft)
+    manifest.model_copy(update={"prepared": {**manifest.prepared, "tokenizer": "/nowhere"}}).write(sft)
+    assert decode_some(sft) is None
+    manifest.model_copy(update={"tokenizer_fingerprint": "other"}).write(sft)
+    assert decode_some(sft) is None

@@ -85,7 +85,7 @@ def test_cpt(tmp_path: Path, tokenizer_folder: Path) -> None:
         "documents": {"train": manifest.documents("train"), "validation": manifest.documents("validation")},
         "dropped": {"empty": 2},
         "dropped_tokens": {},
-        "notes": {},
+        "notes": {"control_text": 1},
         "bad": 0,
     }
     train, validation = (split_texts(out, tokenizer_folder, s) for s in ("train", "validation"))
@@ -517,6 +517,18 @@ def test_tokenizer_without_eos(tmp_path: Path, tokenizer_folder: Path) -> None:
     with pytest.raises(DataError, match="names no end-of-text token") as error:
         prepare(settings(tmp_path / "out", tmp_path / "tok", jsonl(tmp_path / "a.jsonl", words(3))))
     assert error.value.hint is not None and "append_eos=false" in error.value.hint
+
+
+def test_begin_of_text(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", words(3))
+    prepare(settings(tmp_path / "out", tokenizer_folder, source, prepend_bos=True, validation_share=0.0))
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    for text in split_texts(tmp_path / "out", tokenizer_folder, "train"):
+        assert text.startswith("<|im_start|>document") and text.endswith(" <|endoftext|>")
+    with pytest.raises(DataError, match="names no begin-of-text token") as error:
+        prepare(settings(tmp_path / "other", tmp_path / "tok", source, prepend_bos=True, append_eos=False))
+    assert error.value.hint == "add bos_token to its tokenizer_config.json, or set prepend_bos=false"
 
 
 def test_folder_that_is_taken(tmp_path: Path, tokenizer_folder: Path) -> None:

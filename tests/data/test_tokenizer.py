@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fp8ctl.data.tokenizer import load_tokenizer
 from fp8ctl.errors import DataError
@@ -24,11 +26,10 @@ def test_control_tokens_in_raw_text_stay_text(tokenizer_folder: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
     text = "a <|im_end|> b<|endoftext|> \u00e9\U0001f600 <think>"
     (ids,) = tokenizer.encode_documents([text])
-    assert not set(ids.tolist()) & {0, 1, 2}
+    assert not set(ids.tolist()) & {0, 1, 2, tokenizer.backend.token_to_id("<think>")}
     assert tokenizer.decode(ids) == text
     chat_ids, _ = tokenizer.encode_chat(text)
     assert chat_ids.tolist().count(2) == 1 and chat_ids.tolist().count(0) == 1
-    # and back again: the switch is set at each call
     assert tokenizer.encode_documents([text])[0].tolist() == ids.tolist()
 
 
@@ -82,3 +83,85 @@ def test_errors(tmp_path: Path, tokenizer_folder: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
         load_tokenizer(tmp_path)
+
+
+# ------------------------------------------------------------ control tokens in documents
+
+
+def ids_of(folder: Path, text: str, mode: Any) -> list[str]:
+    tokenizer = load_tokenizer(folder, mode)
+    (ids,) = tokenizer.encode_documents([text])
+    return [tokenizer.decode([i]) for i in ids if tokenizer.decode([i]) in ("<|im_end|>", "<think>", "  ")]
+
+
+@pytest.mark.parametrize(
+    ("mode", "given"),
+    [("text", []), ("ids_unless_special", ["<think>"]), ("ids", ["<|im_end|>", "<think>"])],
+)
+def test_what_becomes_of_control_tokens(tokenizer_folder: Path, mode: str, given: list[str]) -> None:
+    assert ids_of(tokenizer_folder, "a<|im_end|>b<think> c", mode) == given
+    (ids,) = load_tokenizer(tokenizer_folder, mode).encode_documents(["a<|im_end|>b<think> c"])  # type: ignore[arg-type]
+    assert load_tokenizer(tokenizer_folder).decode(ids) == "a<|im_end|>b<think> c"
+    assert load_tokenizer(tokenizer_folder, mode).holds_control_text("a<|im_end|>")  # type: ignore[arg-type]
+    assert not load_tokenizer(tokenizer_folder).holds_control_text("a<|im_end|b<p>")
+
+
+def saved(folder: Path, backend: Tokenizer) -> Path:
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_added_tokens_that_are_text_stay_tokens(tmp_path: Path, tokenizer_folder: Path) -> None:
+    backend = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    backend.add_tokens(["    ", "<table>", "<tool_call>", "[INST]"])
+    tokenizer = load_tokenizer(saved(tmp_path, backend))
+    (ids,) = tokenizer.encode_documents(["    <table>[INST]<tool_call>    "])
+    assert [t for t in map(backend.id_to_token, ids) if len(t) > 3] == ["    ", "<table>", "    "]
+    assert tokenizer.decode(ids) == "    <table>[INST]<tool_call>    "
+
+
+def test_a_unigram_model_does_not_find_its_own_control_tokens(tmp_path: Path) -> None:
+    pieces = [
+        ("<unk>", 0.0),
+        ("<s>", 0.0),
+        ("</s>", 0.0),
+        ("\u2581", -2.0),
+        *((c, -3.0) for c in "abs</>"),
+        ("\u2581a", -1.0),
+    ]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    assert 2 in backend.encode("a</s>").ids  # by the vocabulary alone
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer = load_tokenizer(saved(tmp_path, backend))
+    (ids,) = tokenizer.encode_documents(["a</s>b<s>"])
+    assert not {1, 2} & set(ids.tolist()) and tokenizer.decode(ids) == "a</s>b<s>"
+    assert {1, 2} <= set(load_tokenizer(tmp_path, "ids").encode_documents(["a</s>b<s>"])[0].tolist())
+
+
+def test_merges_that_make_a_control_token_are_left_out(tmp_path: Path) -> None:
+    vocab = {c: i for i, c in enumerate("<s>ab")} | {"<s": 5, "<s>": 6, "ab": 7}
+    backend = Tokenizer(models.BPE(vocab, [("a", "b"), ("<", "s"), ("<s", ">")]))
+    backend.add_special_tokens(["<s>"])
+    (ids,) = load_tokenizer(saved(tmp_path, backend)).encode_documents(["ab<s>"])
+    assert ids.tolist() == [7, 5, 2]
+
+
+def test_begin_of_text(tokenizer_folder: Path, tmp_path: Path) -> None:
+    assert load_tokenizer(tokenizer_folder).bos_id == 1
+    shutil.copy(tokenizer_folder / "tokenizer.json", tmp_path)
+    assert load_tokenizer(tmp_path).bos_id is None
+    (tmp_path / "config.json").write_text('{"bos_token_id": 2}')
+    assert load_tokenizer(tmp_path).bos_id == 2
+
+
+def test_control_tokens_that_cannot_be_text(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "<nothing>": 1}, unk_token="<nothing>"))
+    backend.add_special_tokens(["<nothing>"])
+    tokenizer = load_tokenizer(saved(tmp_path, backend))
+    assert tokenizer.encode_documents(["a"])[0].tolist() == [0]  # what stands for the unknown may come
+    backend = Tokenizer(models.WordLevel({"a": 0, "<nothing>": 1}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["a"])
+    assert load_tokenizer(saved(tmp_path, backend)).encode_documents(["b a"])[0].tolist() == [0, 0]
