@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from tokenizers import Encoding
 
 from fp8ctl.data import thoughts
 from fp8ctl.data.chat_template import CLOSE, OPEN, ChatTemplate, Span
@@ -150,16 +151,24 @@ def _cut_after_end_of_turn(text: str, span: Span, tokenizer: TextTokenizer) -> S
 
 def _encode(text: str, spans: list[Span], tokenizer: TextTokenizer) -> tuple[np.ndarray, list[np.ndarray]]:
     """Ids, and for each span which of them begin in it; no token crosses the start of a span, since generation starts there too."""
-    ids, ranges = _tokenize(text, tokenizer)
-    cuts = [s for s, _ in spans if ((ranges[:, 0] < s) & (s < ranges[:, 1])).any()]
-    if cuts:
-        all_ids, all_ranges = [], []
-        for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            ids, ranges = _tokenize(text[start:end], tokenizer)
-            all_ids.append(ids)
-            all_ranges.append(ranges + start)
-        ids, ranges = np.concatenate(all_ids), np.concatenate(all_ranges)
-    return ids, [((ranges[:, 0] >= start) & (ranges[:, 0] < end)).astype(np.uint8) for start, end in spans]
+    ids, encoding = _tokenize(text, tokenizer)
+    inside = []
+    for start, end in spans:
+        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+        chars = encoding.token_to_chars(first) if first is not None else None
+        if first is None or last is None or chars is None or chars[0] != start:
+            return _encode_in_pieces(text, spans, tokenizer)
+        inside.append(np.zeros(len(ids), dtype=np.uint8))
+        inside[-1][first : last + 1] = 1
+    return ids, inside
+
+
+def _encode_in_pieces(text: str, spans: list[Span], tokenizer: TextTokenizer) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The same where a token would cross the start of a span: the text is cut at every start and after every end."""
+    edges = sorted({0, len(text), *(place for span in spans for place in span)})
+    pieces = [_tokenize(text[start:end], tokenizer)[0] for start, end in zip(edges, edges[1:], strict=False)]
+    begins = np.repeat(edges[:-1], [len(piece) for piece in pieces])
+    return np.concatenate(pieces), [((begins >= start) & (begins < end)).astype(np.uint8) for start, end in spans]
 
 
 def _encode_with_breaks(text: str, spans: list[Span], tokenizer: TextTokenizer) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -168,14 +177,13 @@ def _encode_with_breaks(text: str, spans: list[Span], tokenizer: TextTokenizer) 
     for found in tokenizer.special_pattern.finditer(text):
         borders |= {found.start(), found.end()}
     edges = sorted(borders)
-    pieces, starts = [], []
+    pieces = []
     for start, end in zip(edges, edges[1:], strict=False):
         piece = text[start:end]
         special = tokenizer.special_tokens.get(piece)
         ids = np.array([special], dtype=np.int32) if special is not None else _as_text(piece, tokenizer)
         pieces.append(ids)
-        starts += [start] * len(ids)
-    begins = np.array(starts)
+    begins = np.repeat(edges[:-1], [len(piece) for piece in pieces])
     # spans begin at a border and end after a control token, so no piece is partly inside
     return np.concatenate(pieces), [((begins >= start) & (begins < end)).astype(np.uint8) for start, end in spans]
 
@@ -187,7 +195,7 @@ def _as_text(piece: str, tokenizer: TextTokenizer) -> np.ndarray:
     return ids
 
 
-def _tokenize(text: str, tokenizer: TextTokenizer, *, special_as_text: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def _tokenize(text: str, tokenizer: TextTokenizer, *, special_as_text: bool = False) -> tuple[np.ndarray, Encoding]:
     try:
         return tokenizer.encode_chat(text, special_as_text=special_as_text)
     except (TypeError, ValueError):  # a lone surrogate is no Unicode text

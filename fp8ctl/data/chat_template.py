@@ -95,19 +95,18 @@ class ChatTemplate:
                 yield
 
 
-def load_template(
-    name: str | None, tokenizer: TextTokenizer, extra_variables: dict[str, str] | None = None
-) -> ChatTemplate:
+def load_template(name: str | None, tokenizer: TextTokenizer, default_system: str = "keep") -> ChatTemplate:
     """A template by its name in templates/chat, by its path, or (None) the tokenizer's own.
 
     Args:
-        extra_variables: rendered with besides the tokenizer's.
+        default_system: keep, or none: no system message is written where a conversation has none (a variable of the same name says
+            so; templates that don't know it write theirs).
 
     Raises:
         DataError: there is none, or it is broken.
     """
     bundled = {p.stem: p for p in sorted((templates_dir() / "chat").glob("*.jinja"))}
-    variables = tokenizer.template_variables | (extra_variables or {})
+    variables = tokenizer.template_variables | ({"default_system": ""} if default_system == "none" else {})
     choose = f"set chat_template to one of {', '.join(bundled)}, or to the path of a .jinja file"
     if name is None:
         if tokenizer.chat_template is None:

@@ -26,10 +26,9 @@ class ConversationEncoder:
         """Raises DataError when the chat template can't be used at all."""
         self._config = config
         self._tokenizer = tokenizer
-        variables = {"default_system": ""} if config.default_system == "none" else {}
-        self.template = load_template(config.chat_template, tokenizer, variables)
+        self.template = load_template(config.chat_template, tokenizer, config.default_system)
         _try_out(self.template, tokenizer)
-        if variables and not self.template.knows("default_system"):
+        if config.default_system == "none" and not self.template.knows("default_system"):
             raise DataError(
                 f"the chat template {self.template.name} has no variable default_system, so nothing can be left out of it",
                 "set chat_template to one of templates/chat, or default_system=keep, or system_prompt=TEXT",

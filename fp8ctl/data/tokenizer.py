@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from tokenizers import Tokenizer, processors
+from tokenizers import Encoding, Tokenizer, processors
 
 from fp8ctl.data.raw_text import ControlTokens, RawText
 from fp8ctl.errors import DataError
@@ -62,15 +62,15 @@ class TextTokenizer:
     def _raw_text(self) -> RawText:
         return RawText((self.folder / "tokenizer.json").read_bytes(), self.control_tokens)
 
-    def encode_chat(self, text: str, *, special_as_text: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (int32, [T]) of a rendered chat, control tokens included, and their character ranges ([T, 2]).
+    def encode_chat(self, text: str, *, special_as_text: bool = False) -> tuple[np.ndarray, Encoding]:
+        """Ids (int32, [T]) of a rendered chat, control tokens included, and what knows their places in the text.
 
         Args:
             special_as_text: encode tokens that are flagged special as the characters they are made of.
         """
         self.backend.encode_special_tokens = special_as_text
         encoding = self.backend.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int32), encoding
 
     def decode(self, ids: np.ndarray | list[int]) -> str:
         """Text of ids, control tokens shown."""

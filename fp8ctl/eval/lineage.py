@@ -28,6 +28,8 @@ class TrainingData:
     """What could not be checked, and why."""
     chat_template: str | None = None
     """Template of the newest fine-tuning data; None: the tokenizer's own."""
+    default_system: str = "keep"
+    """`default_system` of the newest fine-tuning data."""
 
 
 def read_training_data(suite: SuiteConfig, run: Path | None) -> TrainingData:
@@ -39,7 +41,7 @@ def read_training_data(suite: SuiteConfig, run: Path | None) -> TrainingData:
     if run is None:
         return TrainingData(unknown=("not a run of fp8ctl: nothing says what the model was trained on",))
     runs, unknown = _lineage(run)
-    checked, template, is_tuned = [], None, False
+    checked, template, default_system, is_tuned = [], None, "keep", False
     for ancestor in runs:
         data = _setting(ancestor, "data")
         try:
@@ -53,8 +55,9 @@ def read_training_data(suite: SuiteConfig, run: Path | None) -> TrainingData:
             _refuse_same_seed(suite, source, data)
         if manifest.kind == "sft" and not is_tuned:
             template, is_tuned = manifest.prepared.get("chat_template"), True
+            default_system = manifest.prepared.get("default_system", "keep")
         checked.append(data)
-    return TrainingData(tuple(checked), tuple(unknown), template)
+    return TrainingData(tuple(checked), tuple(unknown), template, default_system)
 
 
 def _lineage(run: Path) -> tuple[list[Path], list[str]]:

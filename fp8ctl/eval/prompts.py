@@ -20,11 +20,11 @@ _ANSWER = "fp8ctl answer"
 class Prompter:
     """Tokenizer and chat template of one model folder."""
 
-    def __init__(self, weights: Path, chat_template: str | None = None) -> None:
+    def __init__(self, weights: Path, chat_template: str | None = None, default_system: str = "keep") -> None:
         """Raises DataError: no tokenizer, no chat template, or a broken one."""
         self.weights = weights
         self.tokenizer: TextTokenizer = load_tokenizer(weights)
-        self.template: ChatTemplate = load_template(chat_template, self.tokenizer)
+        self.template: ChatTemplate = load_template(chat_template, self.tokenizer, default_system)
 
     def prompt_ids(self, question: str, system_prompt: str) -> tuple[int, ...]:
         """Tokens after which the model answers.

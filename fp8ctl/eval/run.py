@@ -129,7 +129,8 @@ def prepare(config: EvalConfig) -> Job:
     precision = config.precision
     backend = choose_backend(precision.backend, recipe=precision.recipe, device_type=device.type, gemm=precision.gemm)
 
-    prompter = Prompter(target.weights, config.chat_template or training_data.chat_template)
+    template = config.chat_template or training_data.chat_template
+    prompter = Prompter(target.weights, template, training_data.default_system)
     system = SYSTEM_PROMPT if suite.system_prompt is None else suite.system_prompt
     prompts = {key: prompter.prompt_ids(q.question, system) for key, q in questions.items()}
     check_prompts(list(prompts.values()), shape, suite.max_new_tokens)

@@ -30,7 +30,7 @@ def make_data(
         eos_id=0,
         splits={},
         counters={},
-        prepared={"sources": [source], "chat_template": template},
+        prepared={"sources": [source], "chat_template": template, "default_system": "none" if template else "keep"},
         fp8ctl_version="0",
     ).write(folder)
     return folder
@@ -43,7 +43,9 @@ def test_line_goes_back_over_runs(make_run: MakeRun, tmp_path: Path) -> None:
     sft = make_run(tmp_path / "sft", model=cpt.checkpoint(10) / "weights", data=chats)
     found = read_training_data(SUITE, sft.root)
     assert (found.checked, found.unknown, found.chat_template) == ((str(chats), str(text)), (), "qwen3")
-    assert read_training_data(SUITE, cpt.root).chat_template is None
+    assert found.default_system == "none"
+    before = read_training_data(SUITE, cpt.root)
+    assert (before.chat_template, before.default_system) == (None, "keep")
 
 
 @pytest.mark.parametrize("families", [[], ["lcm", "products"]])

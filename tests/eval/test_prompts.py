@@ -33,6 +33,12 @@ def test_no_system_prompt_leaves_the_templates_own(model_folder: Path) -> None:
     assert text.endswith("<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_data_without_the_templates_own_is_asked_without_it(model_folder: Path) -> None:
+    prompter = Prompter(model_folder, "smollm2", "none")
+    text = prompter.tokenizer.decode(list(prompter.prompt_ids("1 + 1 =", "")))
+    assert text == "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
+
+
 def copy_with(model_folder: Path, folder: Path, **files: object) -> Path:
     shutil.copytree(model_folder, folder)
     for name, content in files.items():
