@@ -70,8 +70,11 @@ def test_what_is_said_about_a_folder_that_can_not_chat(model_folder: Path, tmp_p
         Prompter(endless).stop_ids()
     assert "eos_token_id" in (caught.value.hint or "")
     broken = copy_with(model_folder, tmp_path / "broken", generation_config="[1")
+    with pytest.raises(DataError, match=r"generation_config\.json is not JSON"):
+        Prompter(broken)
+    odd = copy_with(model_folder, tmp_path / "odd", generation_config="[1]")
     with pytest.raises(ModelError, match=r"generation_config\.json is not a JSON object"):
-        Prompter(broken).stop_ids()
+        Prompter(odd).stop_ids()
     base = copy_with(model_folder, tmp_path / "base", tokenizer_config={"eos_token": "<|endoftext|>"})
     with pytest.raises(DataError, match="has no chat template") as caught_data:
         Prompter(base)
