@@ -133,3 +133,4 @@ def _manifest(plan: Plan, done: list[Done], counts: Counts) -> Manifest:
 def _warnings(plan: Plan, documents: dict[Split, int]) -> Iterator[str]:
     if plan.config.validation_share > 0 and not documents["validation"]:
         yield "no validation split: all documents are copies of one, which can't be on both sides"
+    yield from sorted({piece.file.note for task in plan.tasks for piece in task.slices if piece.file.note})

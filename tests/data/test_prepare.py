@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import signal
@@ -517,6 +518,15 @@ def test_tokenizer_without_eos(tmp_path: Path, tokenizer_folder: Path) -> None:
     with pytest.raises(DataError, match="names no end-of-text token") as error:
         prepare(settings(tmp_path / "out", tmp_path / "tok", jsonl(tmp_path / "a.jsonl", words(3))))
     assert error.value.hint is not None and "append_eos=false" in error.value.hint
+
+
+def test_a_name_that_says_something_else_is_warned_of(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", words(20))
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    prepare(settings(tmp_path / "out", tokenizer_folder, source))
+    manifest = Manifest.read(tmp_path / "out")
+    assert manifest.warnings == [f"{tmp_path}/a.jsonl is named as if not compressed, but is gz"]
+    assert manifest.counters["kept"] == 20
 
 
 def test_begin_of_text(tmp_path: Path, tokenizer_folder: Path) -> None:
