@@ -64,11 +64,21 @@ def adopt(
 
 
 def _tell(manifest: Path) -> None:
-    from fp8ctl.data.manifest import Manifest
+    from fp8ctl.data.manifest import QUARANTINE, Manifest
 
-    for warning in Manifest.read(manifest.parent).warnings:
+    found = Manifest.read(manifest.parent)
+    for warning in found.warnings:
         say(f"warning: {warning}")
-    say(f"data set written: {manifest.parent}")
+    of = found.counters
+    if "rows" in of:
+        dropped = "".join(f", {n:,} dropped: {reason}" for reason, n in of["dropped"].items())
+        notes = "".join(f", {n:,} {note.replace('_', ' ')}" for note, n in of["notes"].items())
+        bad = f", {of['bad']:,} bad: see {manifest.parent / QUARANTINE}" if of["bad"] else ""
+        say(f"{of['rows']:,} rows: {of['kept']:,} kept{notes}{dropped}{bad}")
+    tokens = ", ".join(
+        f"{found.documents(s):,} documents with {found.tokens(s):,} tokens for {s}" for s in found.splits
+    )
+    say(f"data set written: {manifest.parent}: {tokens}")
 
 
 def _mebibytes(status: Status) -> tuple[int, int | None]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from fp8ctl.cli.console import say, stdout
-from fp8ctl.cli.source_words import is_path, with_sources
+from fp8ctl.cli.source_words import is_path, quoted, with_sources
 from fp8ctl.cli.terminal import shown
 
 if TYPE_CHECKING:
@@ -107,12 +109,17 @@ def _holds(found: Inspection) -> str:
 
 
 def _next_command(found: Inspection, words: list[str]) -> str:
-    paths = ",".join(word for word in words if is_path(word))
+    paths = [quoted(word) if re.search(r"[^\w./*?:-]", word) else word for word in words if is_path(word)]
     kind = next(iter(found.by_format)).split(".")[0]
-    if found.kind == "sft":
-        return f"fp8ctl data prep source=sft_local sources.0.kind={kind} sources.0.paths=[{paths}] tokenizer=FOLDER out=FOLDER"
-    field = f" sources.0.text_field={found.schema}" if found.schema not in ("", "text") else ""
-    return f"fp8ctl data prep source=cpt_local sources.0.kind={kind} sources.0.paths=[{paths}]{field} tokenizer=FOLDER out=FOLDER"
+    command = [
+        "source=sft_local" if found.kind == "sft" else "source=cpt_local",
+        f"sources.0.kind={kind}",
+        f"sources.0.paths=[{','.join(paths)}]",
+    ]
+    if found.kind == "cpt" and found.schema not in ("", "text"):
+        command.append(f"sources.0.text_field={found.schema}")
+    tokenizer = next((word for word in words if word.startswith("tokenizer=")), "tokenizer=FOLDER")
+    return shlex.join(["fp8ctl", "data", "prep", *command, tokenizer, "out=FOLDER"])
 
 
 def _size(num_bytes: int) -> str:

@@ -58,7 +58,7 @@ def iter_slice(part: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
         if source.damaged_files == "fail":
             raise DataError(
                 f"{path} is damaged: {damage.message} ({good:,} good rows came before)",
-                "copy or write it again, or set damaged_files=keep to use the rows before the damage",
+                "copy or write it again, or set sources.*.damaged_files=keep to use the rows before the damage",
             ) from None
         origin = Origin(path, damage.number, damage.at)
         yield BadRow(origin, f"the file is damaged, this row and all that follow are lost: {damage.message}")

@@ -246,7 +246,10 @@ def test_damaged_files(tmp_path: Path, kind: str) -> None:
     good = len(kept) - 1
     assert 100 < good < 900
     assert error.value.message == f"{path} is damaged: {said} ({good:,} good rows came before)"
-    assert error.value.hint == "copy or write it again, or set damaged_files=keep to use the rows before the damage"
+    assert (
+        error.value.hint
+        == "copy or write it again, or set sources.*.damaged_files=keep to use the rows before the damage"
+    )
     assert texts(kept) == [*(v["text"] for v in values[:good]), None]
     lost = kept[-1]
     assert isinstance(lost, BadRow) and lost.origin.line == good + 1
