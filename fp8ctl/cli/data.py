@@ -37,8 +37,12 @@ def prep(overrides: Overrides = None) -> None:
         say(f"Slurm job {submit(config)} writes the manifest when all jobs before it are done")
         say(f"if a job failed: run this command again, or `fp8ctl data merge {config.out}` when all tasks are done")
         return
-    with progress("MiB read") as report:
-        manifest = prepare(config, lambda status: report(*_mebibytes(status), _counted(status)))
+    try:
+        with progress("MiB read") as report:
+            manifest = prepare(config, lambda status: report(*_mebibytes(status), _counted(status)))
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on with the tasks that are not done")
+        raise
     _tell(manifest)
 
 

@@ -229,22 +229,6 @@ def check_data_prep(config: DataPrepConfig, *, writes: bool = True) -> None:
     problems: list[Problem] = []
     if writes and not config.out:
         problems.append(Problem("out", "no folder to write to", "set out=FOLDER"))
-    if config.default_system == "none" and config.system_prompt is not None:
-        problems.append(
-            Problem(
-                "default_system",
-                "none is asked for, and a system_prompt too",
-                "set system_prompt=null or default_system=keep",
-            )
-        )
-    if config.over_length != "drop" and config.max_tokens is None:
-        problems.append(
-            Problem(
-                "over_length",
-                f"{config.over_length} needs a length",
-                "set max_tokens, the longest sample that is allowed",
-            )
-        )
     if not config.tokenizer:
         problems.append(Problem("tokenizer", "no tokenizer", "set tokenizer=FOLDER, a Hugging Face model folder"))
     if config.executor == "slurm" and not config.cluster.partition:

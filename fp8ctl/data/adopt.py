@@ -41,12 +41,15 @@ def adopt(
     """
     if (out / FILE).exists():
         raise DataError(f"{out} holds a data set already", "choose another folder, or remove this one")
+    shards = [_prefix(p).resolve() for p in (*prefixes, *validation)]
+    if twice := [str(p) for p in shards if shards.count(p) > 1]:
+        raise DataError(f"{twice[0]} is named twice", "name each shard once, for training or for validation")
     backend = load_tokenizer(tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     splits: dict[str, list[ShardInfo]] = {"train": [], "validation": []}
     for split, given in (("train", prefixes), ("validation", validation)):
         for number, prefix in enumerate(given):
-            path = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
+            path = _prefix(prefix)
             progress(str(path))
             splits[split].append(_describe(path, out, f"{split}-{number:05d}"))
     largest = max((s.max_token_id for shards in splits.values() for s in shards), default=-1)
@@ -66,6 +69,10 @@ def adopt(
         prepared={"adopted": [str(p) for p in (*prefixes, *validation)], "tokenizer": str(tokenizer)},
         fp8ctl_version=fp8ctl.__version__,
     ).write(out)
+
+
+def _prefix(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def _describe(prefix: Path, out: Path, name: str) -> ShardInfo:

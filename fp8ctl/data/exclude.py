@@ -1,7 +1,7 @@
 """Exclusion lists: which rows a preparation leaves out, as `data dedup` and `data decontaminate` write them.
 
 A list is a folder with excluded.parquet (file, at, line, reason, match) and report.json, which is written last. Text is never
-copied: a row is named by its file and its place in it, so a list is refused once a file has another size.
+copied: a row is named by its file and its place in it, so a list is refused once a file was changed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import filelock
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from fp8ctl.data.rows import Origin
+from fp8ctl.data.shards import hash_file
 from fp8ctl.errors import DataError
 from fp8ctl.track.record import write_json
 
@@ -28,8 +28,8 @@ LIST = "excluded.parquet"
 REPORT = "report.json"
 SCRATCH = ".scratch"
 _FORMAT = 1
+_AGAIN = "make the exclusion list again: it names rows by their place in the file"
 _ROWS_AT_ONCE = 100_000
-_CHUNK = 2**24
 _SCHEMA = pa.schema(
     [
         ("file", pa.string()),
@@ -114,6 +114,7 @@ class ExclusionWriter:
             **_all_utf8(report),
             "excluded": self.rows,
             "files": {identity(f): size for f, size in files.items()},
+            "modified": _modified(files),
             "fingerprint": _fingerprint(self._folder),
         }
         write_json(self._folder / REPORT, whole)
@@ -196,7 +197,7 @@ def check_lists(folders: Sequence[str], files: Mapping[str, int]) -> dict[str, s
     Raises:
         DataError: no list, a list that was changed, of other files, or of files that have another size now.
     """
-    sizes = {identity(file): size for file, size in files.items()}
+    sizes, modified = {identity(file): size for file, size in files.items()}, _modified(files)
     fingerprints = {}
     for folder in folders:
         report = read_report(folder)
@@ -210,8 +211,10 @@ def check_lists(folders: Sequence[str], files: Mapping[str, int]) -> dict[str, s
             if report["files"][file] != sizes[file]:
                 raise DataError(
                     f"{file} has {sizes[file]:,} bytes, and had {report['files'][file]:,} when {folder} was made",
-                    "make the exclusion list again: it names rows by their place in the file",
+                    _AGAIN,
                 )
+            if report.get("modified", {}).get(file) != modified.get(file):
+                raise DataError(f"{file} was changed after {folder} was made", _AGAIN)
         if _fingerprint(Path(folder)) != report["fingerprint"]:
             raise DataError(f"{Path(folder) / LIST} was changed after it was written", "make the exclusion list again")
         fingerprints[folder] = report["fingerprint"]
@@ -221,6 +224,11 @@ def check_lists(folders: Sequence[str], files: Mapping[str, int]) -> dict[str, s
 def identity(file: str) -> str:
     """How lists call a file, wherever a command is started; URLs and generators keep their name."""
     return utf8(os.path.realpath(file) if os.path.exists(file) else file)
+
+
+def _modified(files: Iterable[str]) -> dict[str, int]:
+    """Time of last change (ns) of local files."""
+    return {identity(f): os.stat(f).st_mtime_ns for f in files if os.path.exists(f)}
 
 
 def _rows(folder: Path, wanted: list[str] | None, reasons: list[str]) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -252,14 +260,10 @@ def _sorted(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.
 
 
 def _fingerprint(folder: Path) -> str:
-    digest = xxhash.xxh3_128()
     try:
-        with open(folder / LIST, "rb") as f:
-            while chunk := f.read(_CHUNK):
-                digest.update(chunk)
+        return hash_file(folder / LIST)
     except OSError as error:
         raise DataError(f"{folder / LIST} can't be read: {error.strerror}", "make the exclusion list again") from None
-    return digest.hexdigest()
 
 
 def utf8(text: str) -> str:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from fp8ctl.data.corpus import Corpus
 from fp8ctl.data.manifest import Manifest
-from fp8ctl.data.shards import ShardInfo, ShardReader
+from fp8ctl.data.shards import ShardInfo, ShardReader, hash_file
 from fp8ctl.data.tokenizer import TextTokenizer, load_tokenizer
 from fp8ctl.errors import DataError
 
@@ -167,7 +166,7 @@ def _file_problems(folder: Path, info: ShardInfo) -> Iterator[str]:
             yield f"{file.name} is missing"
         elif file.stat().st_size != size:
             yield f"{file.name} has {file.stat().st_size:,} bytes, the manifest says {size:,}"
-        elif _hash(file) != info.hashes.get(suffix):
+        elif hash_file(file) != info.hashes.get(suffix):
             yield f"{file.name} was changed: its hash is not the manifest's"
 
 
@@ -190,11 +189,3 @@ def _content_problems(folder: Path, info: ShardInfo, manifest: Manifest) -> Iter
         yield f"the largest token of {info.name} is {largest:,}, the manifest says {info.max_token_id:,}"
     if shard.all_masks is not None and len(shard.all_masks) and shard.all_masks.max() > 1:
         yield f"the mask of {info.name} holds values other than 0 and 1"
-
-
-def _hash(file: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(file, "rb") as f:
-        while chunk := f.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -51,6 +51,11 @@ class LeftoverRows:
         num_rows = -(-self._total // seq_len_tokens)
         self._rows = permutation(num_rows, seed, self._epoch, _SALT)
 
+    @property
+    def left_tokens(self) -> int:
+        """Tokens of the epoch that the other run has not read."""
+        return self._total
+
     def row(self, number: int) -> list[Segment]:
         """See `Rows.row`."""
         if number >= len(self._rows):

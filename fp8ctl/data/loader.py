@@ -76,7 +76,9 @@ class Source:
         if data.packing == "best_fit":
             self._refuse_long_samples(batch.seq_len_tokens)
         before = read_before(data.after) if data.after else None
-        read = rows_read(before).get(self.manifest.fingerprint, 0) if before else 0
+        read = rows_read(before).get(self.manifest.fingerprint) if before else None
+        self.was_read = read is not None
+        """Whether the run of `data.after` has it among its data sets."""
         if before and read:
             self.rows = LeftoverRows(
                 self.corpus.lengths,
@@ -138,6 +140,12 @@ class Loader:
                 f"use a multiple of {rows_at_once}, for example {-(-batch.global_batch_rows // rows_at_once) * rows_at_once}",
             )
         self.sources = [Source(path, data, batch, seed, split) for path in source_paths(data)]
+        if data.after and not any(source.was_read for source in self.sources):
+            raise DataError(
+                "the run that data.after names read other data than this run",
+                "name the data that it read, or leave data.after out",
+            )
+        self._after = data.after
         self.mixture = make_mixture(
             data,
             [s.path for s in self.sources],
@@ -330,6 +338,7 @@ class Loader:
                     "tokens": source.manifest.tokens(self.split),
                     "share": rows / num_rows,
                     "epochs": rows / source.rows.rows_per_epoch,
+                    "tokens_left": source.rows.left_tokens if isinstance(source.rows, LeftoverRows) else None,
                 }
                 for source, rows in zip(self.sources, taken, strict=True)
             ],
@@ -342,5 +351,7 @@ class Loader:
                 yield warning
             if of["tokens"] < self._batch.seq_len_tokens:
                 yield f"{source.path} has {of['tokens']:,} tokens, less than one row of {self._batch.seq_len_tokens:,}: the rest is padding"
+            if self._after and not source.was_read:
+                yield f"{source.path} was not read by the run that data.after names: it begins at its start"
             if not of["epochs"]:
                 yield f"{source.path} is never read in {num_steps:,} steps: raise its weight"

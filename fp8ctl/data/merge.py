@@ -123,14 +123,17 @@ def _manifest(plan: Plan, done: list[Done], counts: Counts) -> Manifest:
             "dropped_tokens": dict(sorted(counts.dropped_tokens.items())),
             "notes": dict(sorted(counts.notes.items())),
             "bad": counts.bad,
+            "damaged": counts.damaged,
         },
         prepared=plan.prepared,
         fp8ctl_version=fp8ctl.__version__,
-        warnings=list(_warnings(plan, documents)),
+        warnings=list(_warnings(plan, documents, counts)),
     )
 
 
-def _warnings(plan: Plan, documents: dict[Split, int]) -> Iterator[str]:
+def _warnings(plan: Plan, documents: dict[Split, int], counts: Counts) -> Iterator[str]:
+    if counts.damaged:
+        yield f"files are damaged in {counts.damaged:,} places, rows behind them are lost: see {QUARANTINE}"
     if plan.config.validation_share > 0 and not documents["validation"]:
         yield "no validation split: all documents are copies of one, which can't be on both sides"
     yield from sorted({piece.file.note for task in plan.tasks for piece in task.slices if piece.file.note})

@@ -34,6 +34,8 @@ class Counts:
     """Samples: more than `kept` where conversations were split."""
     tokens: int = 0
     bad: int = 0
+    damaged: int = 0
+    """Of these, those that stand for all that is lost behind a damaged place."""
     dropped: dict[str, int] = field(default_factory=dict)
     dropped_tokens: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Counts:
         self.rows += 1
         if isinstance(result, BadRow):
             self.bad += 1
+            self.damaged += result.is_damage
         elif isinstance(result, Dropped):
             _count(self.dropped, result.reason)
             if result.tokens:

@@ -57,6 +57,8 @@ class BadRow:
     origin: Origin
     reason: str
     excerpt: str = ""
+    is_damage: bool = False
+    """Stands for all that is lost behind a damaged place of a file."""
 
 
 Row = Document | Conversation | BadRow

@@ -61,7 +61,8 @@ def iter_slice(part: Slice, source: SourceConfig, kind: str) -> Iterator[Row]:
                 "copy or write it again, or set sources.*.damaged_files=keep to use the rows before the damage",
             ) from None
         origin = Origin(path, damage.number, damage.at)
-        yield BadRow(origin, f"the file is damaged, this row and all that follow are lost: {damage.message}")
+        reason = f"the file is damaged, this row and all that follow are lost: {damage.message}"
+        yield BadRow(origin, reason, is_damage=True)
 
 
 def split_file(file: InputFile, max_bytes: int) -> list[Slice]:

@@ -20,21 +20,14 @@ def describe_run(config: TrainConfig) -> RenderableType:
 
     import torch
 
-    from fp8ctl.data.loader import Loader
     from fp8ctl.engine.ds_config import deepspeed_config, grad_accum_steps
     from fp8ctl.model.shapes import count_parameters
-    from fp8ctl.worker.build import check_data, choose_kernels, model_shape, plan_of
+    from fp8ctl.worker.build import check_data, choose_kernels, loader_to_look_at, model_shape, plan_of
     from fp8ctl.worker.parent import check_hand_off, find_parent
 
     shape = model_shape(config)
     check_data(config, shape)
-    loader = Loader(
-        config.data.model_copy(update={"prefetch_steps": 0}),
-        batch=config.batch,
-        seed=config.seed,
-        rank=0,
-        world_size=config.launch.num_ranks,
-    )
+    loader = loader_to_look_at(config)
     plan = plan_of(config, shape)
     on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
     plan, backend, attention = choose_kernels(config, shape, plan, torch.device("cuda" if on_gpu else "cpu"))
@@ -61,7 +54,12 @@ def describe_run(config: TrainConfig) -> RenderableType:
     for source in described.pop("sources"):
         table.add_row(
             "data: source",
-            f"{source['path']}: {source['tokens']:,} tokens, {source['share']:.2%} of the rows, read {source['epochs']:.2f} times",
+            f"{source['path']}: {source['tokens']:,} tokens, {source['share']:.2%} of the rows, read {source['epochs']:.2f} times"
+            + (
+                f"; {source['tokens_left']:,} tokens left of the epoch begun"
+                if source["tokens_left"] is not None
+                else ""
+            ),
         )
     schedule = config.schedule
     table.add_row(

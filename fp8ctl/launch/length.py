@@ -49,13 +49,6 @@ def drop_what_is_overridden(config: TrainConfig, overrides: Sequence[str]) -> Tr
 
 
 def _steps_per_epoch(config: TrainConfig) -> float:
-    from fp8ctl.data.loader import Loader
+    from fp8ctl.worker.build import loader_to_look_at
 
-    loader = Loader(
-        config.data.model_copy(update={"prefetch_steps": 0}),
-        batch=config.batch,
-        seed=config.seed,
-        rank=0,
-        world_size=config.launch.num_ranks,
-    )
-    return loader.rows_per_epoch / config.batch.global_batch_rows
+    return loader_to_look_at(config).rows_per_epoch / config.batch.global_batch_rows

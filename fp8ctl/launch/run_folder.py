@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fp8ctl.config.checks import check_train
 from fp8ctl.config.compose import change, compose, dump, load
@@ -18,9 +17,6 @@ from fp8ctl.errors import CheckpointError, ConfigError, ModelError
 from fp8ctl.launch.length import drop_what_is_overridden
 from fp8ctl.paths import RunPaths
 from fp8ctl.track.redact import secret_places
-
-if TYPE_CHECKING:
-    from fp8ctl.data.loader import Loader
 
 RUNS_ROOT = Path("runs")
 _CHANGEABLE_ON_RESUME = (
@@ -93,7 +89,7 @@ def check_inputs(config: TrainConfig) -> list[str]:
     """
     import torch
 
-    from fp8ctl.worker.build import check_data, choose_kernels, model_shape, plan_of
+    from fp8ctl.worker.build import check_data, choose_kernels, loader_to_look_at, model_shape, plan_of
     from fp8ctl.worker.parent import check_hand_off
 
     shape = model_shape(config)
@@ -102,7 +98,7 @@ def check_inputs(config: TrainConfig) -> list[str]:
     if config.engine.device == "cpu" or not torch.cuda.is_available():
         # On a GPU it takes a trial, which is left to the ranks: this process would hold memory there as long as they run
         choose_kernels(config, shape, plan, torch.device("cpu"))
-    loader = _loader(config)
+    loader = loader_to_look_at(config)
     return [*check_hand_off(config), *loader.warnings(config.loop.num_steps)]
 
 
@@ -176,23 +172,13 @@ def check_data_order(config: TrainConfig) -> None:
     Raises:
         DataError: they differ.
     """
+    from fp8ctl.worker.build import loader_to_look_at
+
     assert config.run_dir is not None, "settings_for asks for it"
     checkpoint = latest(RunPaths(config.run_dir).checkpoints)
     if checkpoint is not None:
         state = json.loads((checkpoint / CLIENT_STATE).read_text(encoding="utf-8"))
-        _loader(config).load_state_dict(state["loader"])
-
-
-def _loader(config: TrainConfig) -> Loader:
-    from fp8ctl.data.loader import Loader
-
-    return Loader(
-        config.data.model_copy(update={"prefetch_steps": 0}),
-        batch=config.batch,
-        seed=config.seed,
-        rank=0,
-        world_size=config.launch.num_ranks,
-    )
+        loader_to_look_at(config).load_state_dict(state["loader"])
 
 
 def _refuse_started(paths: RunPaths) -> None:

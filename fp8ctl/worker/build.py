@@ -148,6 +148,17 @@ def build_data(config: TrainConfig, shape: ModelShape, dist: Dist) -> tuple[Load
     return loader, held_out
 
 
+def loader_to_look_at(config: TrainConfig) -> Loader:
+    """The training loader of rank 0, without a thread: for what is told before a run begins."""
+    return Loader(
+        config.data.model_copy(update={"prefetch_steps": 0}),
+        batch=config.batch,
+        seed=config.seed,
+        rank=0,
+        world_size=config.launch.num_ranks,
+    )
+
+
 def check_data(config: TrainConfig, shape: ModelShape) -> None:
     """Refuses data that this run can't be meant for, before anything is built."""
     for path in source_paths(config.data):

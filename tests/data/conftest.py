@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,3 +47,21 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+@pytest.fixture
+def closed_folder() -> Iterator[Path]:
+    """A folder that everybody may look into, for tests of permissions; root, who may read everything, is somebody else meanwhile."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            os.seteuid(65534)
+        yield folder
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for path in folder.iterdir():
+            path.chmod(0o700)
+        shutil.rmtree(folder)

@@ -94,7 +94,17 @@ def test_refusals(tmp_path: Path, tokenizer_folder: Path) -> None:
     good = ShardWriter(tmp_path, "b", with_mask=False)
     good.add(np.array([5, 6, 7], dtype=np.int32))
     good.close()
-    adopt([tmp_path / "b"], tmp_path / "out", tokenizer_folder, validation=[tmp_path / "b"])
+    for twice in (
+        {"prefixes": [tmp_path / "b", tmp_path / "b.bin"]},
+        {"prefixes": [tmp_path / "b"], "validation": [tmp_path / "b"]},
+    ):
+        with pytest.raises(DataError, match="b is named twice") as error:
+            adopt(out=tmp_path / "out", tokenizer=tokenizer_folder, **twice)  # type: ignore[arg-type]
+        assert error.value.hint == "name each shard once, for training or for validation"
+    other = ShardWriter(tmp_path, "c", with_mask=False)
+    other.add(np.array([8, 9], dtype=np.int32))
+    other.close()
+    adopt([tmp_path / "b"], tmp_path / "out", tokenizer_folder, validation=[tmp_path / "c"])
     assert Manifest.read(tmp_path / "out").has_split("validation")
     with pytest.raises(DataError, match="holds a data set already"):
         adopt([tmp_path / "b"], tmp_path / "out", tokenizer_folder)

@@ -83,11 +83,16 @@ def test_lists_that_do_not_fit(tmp_path: Path, documents: Path, tokenizer_folder
     with pytest.raises(DataError, match="other is about other files, such as elsewhere.jsonl"):
         prepare(config.model_copy(update={"exclude": (str(tmp_path / "other"),)}))
     make_list(tmp_path / "x", [(str(documents), 0, "duplicate")], {str(documents): documents.stat().st_size})
-    content = documents.read_bytes()
+    content, modified = documents.read_bytes(), documents.stat().st_mtime_ns
     documents.write_bytes(content + b'{"text": "more"}\n')
     with pytest.raises(DataError, match=r"a.jsonl has \d+ bytes, and had \d+ when .* was made"):
         prepare(config)
+    documents.write_bytes(b"".join(reversed(content.splitlines(keepends=True))))
+    with pytest.raises(DataError, match=r"a.jsonl was changed after .*x was made") as error:
+        prepare(config)
+    assert error.value.hint == "make the exclusion list again: it names rows by their place in the file"
     documents.write_bytes(content)
+    os.utime(documents, ns=(modified, modified))
     os.truncate(tmp_path / "x" / "excluded.parquet", 20)
     with pytest.raises(DataError, match="excluded.parquet was changed after it was written"):
         prepare(config)

@@ -105,11 +105,10 @@ def test_what_is_no_readable_file(tmp_path: Path) -> None:
         find(tmp_path / "pipe")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_folder_without_permission(tmp_path: Path) -> None:
-    (tmp_path / "closed").mkdir(0)
+def test_folder_without_permission(closed_folder: Path) -> None:
+    (closed_folder / "closed").mkdir(0)
     with pytest.raises(DataError, match="closed can't be read: Permission denied"):
-        find(tmp_path)
+        find(closed_folder)
 
 
 def test_parquet_and_others_mixed_up(tmp_path: Path) -> None:

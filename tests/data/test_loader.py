@@ -394,6 +394,19 @@ def test_a_mixture_goes_on_with_each_source(three: list[Path], tmp_path: Path) -
         assert left and not any((d, t) in read for d, at, k in left for t in range(at, at + k))
 
 
+def test_data_that_the_other_run_did_not_read(three: list[Path], tmp_path: Path) -> None:
+    first = mixed(DataConfig(path=str(three[0])))
+    first.next_step()
+    (tmp_path / "s.json").write_text(json.dumps(first.state_dict()))
+    after = str(tmp_path / "s.json")
+    with pytest.raises(DataError, match="the run that data.after names read other data than this run"):
+        mixed(DataConfig(path=str(three[1]), after=after))
+    both = mixed(DataConfig(sources=mix((three[0], 1), (three[1], 1)), after=after))
+    assert f"{three[1]} was not read by the run that data.after names: it begins at its start" in both.warnings(4)
+    left = [s["tokens_left"] for s in both.describe(4)["sources"]]
+    assert left == [Manifest.read(three[0]).tokens("train") - 8 * 16, None]
+
+
 def test_what_is_no_record_of_reading(three: list[Path], tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text("{}")
     for path, reason in (

@@ -88,6 +88,7 @@ def test_cpt(tmp_path: Path, tokenizer_folder: Path) -> None:
         "dropped_tokens": {},
         "notes": {"control_text": 1},
         "bad": 0,
+        "damaged": 0,
     }
     train, validation = (split_texts(out, tokenizer_folder, s) for s in ("train", "validation"))
     expected = [r["text"] + "<|endoftext|>" for r in rows if r["text"].strip()]
@@ -282,6 +283,16 @@ def test_bad_rows_go_into_quarantine(tmp_path: Path, tokenizer_folder: Path) -> 
     assert [(r["file"], r["line"]) for r in lines] == [(str(tmp_path / "a.jsonl"), 11), (str(tmp_path / "a.jsonl"), 12)]
     assert lines[0]["reason"].startswith("not JSON") and lines[0]["excerpt"] == "{broken"
     assert lines[1]["reason"] == "a message holds the control token <|im_end|>"
+
+
+def test_what_is_lost_in_a_damaged_file_is_said(tmp_path: Path, tokenizer_folder: Path) -> None:
+    whole = gzip.compress("".join(json.dumps(r) + "\n" for r in words(400)).encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    source = SourceConfig(kind="jsonl", paths=(str(tmp_path / "a.jsonl.gz"),), damaged_files="keep")
+    prepare(settings(tmp_path / "out", tokenizer_folder, source, max_bad_rate=0.1))
+    manifest = Manifest.read(tmp_path / "out")
+    assert (manifest.counters["bad"], manifest.counters["damaged"]) == (1, 1)
+    assert manifest.warnings == ["files are damaged in 1 places, rows behind them are lost: see quarantine.jsonl"]
 
 
 def test_too_many_bad_rows(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -510,6 +521,15 @@ def test_settings_that_do_not_fit(tmp_path: Path, tokenizer_folder: Path) -> Non
             )
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_each_problem_of_the_settings_is_told_once(tmp_path: Path) -> None:
+    source = SourceConfig(kind="jsonl", paths=("a.jsonl",))
+    changes: dict[str, Any] = {"default_system": "none", "system_prompt": "x", "over_length": "split"}
+    with pytest.raises(ConfigError) as error:
+        prepare(settings(tmp_path / "out", tmp_path, source, kind="sft", **changes))
+    text = str(error.value)
+    assert text.count("none is asked for, and a system_prompt too") == text.count("split needs a length") == 1
 
 
 def test_tokenizer_without_eos(tmp_path: Path, tokenizer_folder: Path) -> None:

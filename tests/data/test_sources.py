@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -352,12 +351,11 @@ def test_parquet_slices(tmp_path: Path) -> None:
 # ------------------------------------------------------------ files
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_file_without_permission(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{}")
-    (tmp_path / "a.jsonl").chmod(0)
+def test_file_without_permission(closed_folder: Path) -> None:
+    (closed_folder / "a.jsonl").write_text("{}")
+    (closed_folder / "a.jsonl").chmod(0)
     with pytest.raises(DataError, match=r"a\.jsonl can't be read: Permission denied"):
-        read(tmp_path / "a.jsonl")
+        read(closed_folder / "a.jsonl")
 
 
 def test_file_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
